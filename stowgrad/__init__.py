@@ -1,0 +1,55 @@
+"""stowgrad: reverse-mode autograd over PyTorch's kernels, with first-class saved tensors."""
+
+from __future__ import annotations
+
+from .autograd import backward, grad
+from .errors import (
+    CheckpointMismatch,
+    GradientError,
+    GraphFreedError,
+    HookError,
+    HooksDisabledError,
+    InPlaceError,
+    NotDifferentiableError,
+    OutsideRecordError,
+    SavedTensorChanged,
+    StowError,
+    StowgradError,
+)
+from .record import record, recording
+from .saved import (
+    SavedInfo,
+    SavedTensor,
+    compose,
+    disable_saved_tensors_hooks,
+    pop_hooks,
+    push_hooks,
+    saved_tensors_hooks,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointMismatch",
+    "GradientError",
+    "GraphFreedError",
+    "HookError",
+    "HooksDisabledError",
+    "InPlaceError",
+    "NotDifferentiableError",
+    "OutsideRecordError",
+    "SavedInfo",
+    "SavedTensor",
+    "SavedTensorChanged",
+    "StowError",
+    "StowgradError",
+    "backward",
+    "compose",
+    "disable_saved_tensors_hooks",
+    "grad",
+    "pop_hooks",
+    "push_hooks",
+    "record",
+    "recording",
+    "saved_tensors_hooks",
+]

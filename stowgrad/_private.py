@@ -1,0 +1,165 @@
+"""Every use of PyTorch's private API, so that a new release is mended in this one file.
+
+Each name says why no public way serves. Nothing else in the package touches `torch._C` or an
+underscore name of PyTorch's, except `torch_api.py`, whose whole purpose is to rebind them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch as _python_dispatch
+from torch import Tensor
+
+TORCH_DIR = os.path.dirname(torch.__file__)
+
+# The native getters and setters, taken before anything can rebind the public names. They read the
+# C++ flag; the public properties are ours while recording.
+native_requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.requires_grad.__get__
+set_native_requires_grad: Callable[[Tensor, bool], None] = torch._C.TensorBase.requires_grad.__set__
+native_grad_fn: Callable[[Tensor], Any] = torch._C.TensorBase.grad_fn.__get__
+native_is_leaf: Callable[[Tensor], bool] = torch._C.TensorBase.is_leaf.__get__
+set_native_hooks: Callable[[Tensor, Any], None] = torch._C.TensorBase._backward_hooks.__set__
+native_hooks: Callable[[Tensor], Any] = torch._C.TensorBase._backward_hooks.__get__
+
+grad_enabled = torch._C.is_grad_enabled if hasattr(torch._C, "is_grad_enabled") else torch.is_grad_enabled
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # the public one is a class
+
+# Why: PyTorch's autograd is a dispatch key, and no public switch leaves it out while grad mode
+# stays what the user set.
+BelowAutograd = torch._C._AutoDispatchBelowAutograd
+
+_VIEW_KEY = torch._C.DispatchKey.ADInplaceOrView
+_set_excluded = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def exclude_view_tracking() -> None:
+    """Leave out the key that marks views and counts versions, until `include_view_tracking`.
+
+    The recorder keeps it out above itself and puts it back around the kernel, so that what the
+    kernel returns is already the finished view (PyTorch wraps it after the mode otherwise).
+    """
+    _set_excluded(_VIEW_KEY, True)
+
+
+def include_view_tracking() -> None:
+    _set_excluded(_VIEW_KEY, False)
+
+
+def view_tracking_excluded() -> bool:
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEW_KEY)
+
+
+# Why: a mode that must be taken off the stack and put back in the middle (around rules that need
+# no recording) has no public form; `with mode:` only nests.
+push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def pop_mode() -> Any:
+    return torch._C._pop_torch_dispatch_stack(None)
+
+
+def mode_stack() -> list[Any]:
+    return _python_dispatch._get_current_dispatch_mode_stack()
+
+
+# How a view came to be; decides which in-place changes PyTorch allows on it.
+creation_meta: Callable[[Tensor], Any] = torch._C._autograd._get_creation_meta
+set_creation_meta: Callable[[Tensor, Any], None] = torch._C._autograd._set_creation_meta
+CreationMeta = torch._C._autograd.CreationMeta
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a live tensor's storage (its C++ object, not its address in memory)."""
+    return tensor.untyped_storage()._cdata
+
+
+def share_storage(a: Tensor, b: Tensor) -> bool:
+    try:
+        return storage_key(a) == storage_key(b)
+    except (RuntimeError, NotImplementedError):  # sparse and other storage-less layouts
+        return a is b
+
+
+def has_kernel(func: Any, key: str) -> bool:
+    """Whether the dispatcher has a kernel of its own for `func` under `key`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether `func` is made only of other ops (CompositeImplicitAutograd)."""
+    return has_kernel(func, "CompositeImplicitAutograd")
+
+
+def functorch_active() -> bool:
+    return torch._C._are_functorch_transforms_active()
+
+
+# What `unshared` sees for a tensor that one local variable alone holds; found once, since it
+# depends on the versions of Python and PyTorch.
+def _storage_count(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE_STORAGE = _storage_count(torch.empty(1))
+_ALONE_TENSOR = torch.empty(1)._use_count()
+
+
+def unshared(tensor: Tensor, names: int) -> bool:
+    """Whether only `names` Python references (and this call's own) hold `tensor`.
+
+    Why: taking over a gradient, or adding to it in place, is safe only when nobody else can see
+    it, and reference counts are the only ones who know.
+    """
+    return sys.getrefcount(tensor) <= names + 2 and tensor._use_count() <= _ALONE_TENSOR
+
+
+def unshared_storage(tensor: Tensor) -> bool:
+    """Whether no other tensor lives in `tensor`'s storage."""
+    return tensor.layout is torch.strided and _storage_count(tensor) <= _ALONE_STORAGE
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a block of memory without gaps or overlap, in any order."""
+    return tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense(tensor)
+
+
+@contextmanager
+def autograd_included() -> Iterator[None]:
+    """Within: PyTorch's autograd keys take part in dispatch again (the fallback needs them)."""
+    keys = [k for k in _AUTOGRAD_KEYS if torch._C._dispatch_tls_is_dispatch_key_excluded(k)]
+    for key in keys:
+        _set_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in keys:
+            _set_excluded(key, True)
+
+
+_AUTOGRAD_KEYS = [
+    torch._C.DispatchKey.__members__[name]
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+    if name in torch._C.DispatchKey.__members__
+]
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """`tensor.detach()`: the same storage and version counter, without a graph.
+
+    The counter is shared only while the native view bookkeeping is on, which the recorder keeps
+    out above itself.
+    """
+    if not view_tracking_excluded():
+        return tensor.detach()
+    _set_excluded(_VIEW_KEY, False)
+    try:
+        return tensor.detach()
+    finally:
+        _set_excluded(_VIEW_KEY, True)

@@ -1,0 +1,449 @@
+"""Runs a graph backward.
+
+`run` is the whole of it: count how many edges lead into each reachable node; start with the
+roots; take the ready node that was recorded last, give it the sum of what arrived for each of its
+outputs, pass what it returns along its edges, and let go of what it saved. A node is ready when
+every edge into it has delivered. Accumulating into a leaf comes before everything else, so that a
+gradient is handed over as soon as it is whole. Cost: one visit a node and an edge; memory: the
+gradients on their way. This is the order of PyTorch's engine (one worker), so hooks fire in it too.
+
+With `inputs`, only nodes on a path to one of them run, and the gradients that arrive there are
+captured rather than (or as well as) accumulated.
+
+This module knows nodes and edges; nothing of modes, rules or policies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from . import _private
+from .errors import GradientError, NotDifferentiableError, describe
+from .graph import AccumulateNode, Edge, Node, NodeHooks, call_user, locate
+
+Grads = list[Tensor | None]
+
+
+@dataclass
+class Task:
+    """One call of `run`, and what code running inside it may ask about."""
+
+    id: int
+    create_graph: bool
+    keep_graph: bool
+    node: Node | None = None
+    needed: set[Node] | None = None  # None: all nodes
+    reachable: dict[Node, int] = field(default_factory=dict)
+    callbacks: list[Callable[[], Any]] = field(default_factory=list)
+
+
+class _Tasks(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Task] = []
+
+
+_tasks = _Tasks()
+_task_ids = itertools.count()
+
+
+def current_task() -> Task | None:
+    """The innermost backward that is running in this thread."""
+    return _tasks.stack[-1] if _tasks.stack else None
+
+
+def run(
+    roots: Sequence[tuple[Edge, Tensor]],
+    *,
+    keep_graph: bool = False,
+    create_graph: bool = False,
+    inputs: Sequence[Edge] | None = None,
+    accumulate: bool = True,
+) -> Grads:
+    """Run backward from `roots` (an output's edge and its gradient, each) and return the
+    gradients captured at `inputs` (None where none arrived).
+
+    `accumulate`: leaves among `inputs` (or all leaves, without `inputs`) add to their `.grad`.
+    Raises what a hook or a rule raises; callbacks and state are cleaned up in every case.
+    """
+    task = Task(next(_task_ids), create_graph, keep_graph)
+    dependencies = task.reachable = _count_edges(edge.node for edge, _ in roots)
+    captures: dict[Node, list[tuple[int, int]]] | None = None
+    if inputs is not None:
+        captures = {}
+        if not accumulate:
+            for position, edge in enumerate(inputs):
+                captures.setdefault(edge.node, []).append((edge.index, position))
+        task.needed = _leading_to({e.node for e in inputs}, (e.node for e, _ in roots), accumulate)
+    captured: Grads = [None] * (len(inputs) if inputs is not None else 0)
+
+    _tasks.stack.append(task)
+    grad_mode = torch.is_grad_enabled()
+    _private.set_grad_enabled(create_graph)
+    try:
+        _loop(task, roots, dependencies, captures, captured)
+        while task.callbacks:
+            callbacks, task.callbacks = task.callbacks, []
+            for callback in callbacks:
+                call_user(callback)
+    finally:
+        _private.set_grad_enabled(grad_mode)
+        _tasks.stack.pop()
+    return captured
+
+
+def _loop(
+    task: Task,
+    roots: Sequence[tuple[Edge, Tensor]],
+    dependencies: dict[Node, int],
+    captures: dict[Node, list[tuple[int, int]]] | None,
+    captured: Grads,
+) -> None:
+    needed = task.needed
+    arrived: dict[Node, Grads] = {}
+    ready: list[tuple[float, int, Node]] = []
+    tie = itertools.count()
+    in_place = not task.create_graph
+    anomaly = torch.is_anomaly_enabled()
+
+    for edge, grad in roots:
+        _deliver(arrived, edge, grad, in_place=False)
+    for node in list(arrived):
+        if dependencies.get(node, 0) == 0:
+            ready.append((-node.seq, next(tie), node))
+    heapq.heapify(ready)
+    del roots
+
+    while ready:
+        node = heapq.heappop(ready)[2]
+        grads: Grads = arrived.pop(node, None) or [None] * node.outputs
+        task.node = node
+        hooks = node.hooks
+        if hooks is not None or type(node) is AccumulateNode:
+            grads = _before(node, hooks, grads)
+        if captures is not None and node in captures:
+            for index, position in captures[node]:
+                captured[position] = grads[index]
+        if needed is not None and node not in needed:
+            continue
+
+        edges = node.edges
+        needs: Sequence[bool]
+        if needed is None:
+            needs = [e is not None for e in edges]
+        else:
+            needs = [
+                e is not None and (e.node in needed or (captures is not None and e.node in captures))
+                for e in edges
+            ]
+        if hooks is not None and hooks.post:
+            grads_before = list(grads)
+            results = _apply(node, grads, needs, anomaly)
+            results = _after(node, hooks, results, grads_before)
+            del grads_before
+        else:
+            results = _apply(node, grads, needs, anomaly)
+        del grads
+        if not task.keep_graph:
+            node.release()
+
+        if len(results) != len(edges):
+            raise GradientError(
+                f"{node.name()} returned {len(results)} gradients for its {len(edges)} inputs"
+            )
+        delivered = list(results)
+        del results
+        for position, next_edge in enumerate(edges):
+            if next_edge is None:
+                continue
+            grad_in = delivered[position]
+            delivered[position] = None
+            target = next_edge.node
+            if grad_in is not None and needs[position]:
+                if grad_in.shape != next_edge.shape or grad_in.dtype != next_edge.dtype:
+                    grad_in = fit(grad_in, next_edge, node, position)
+                slots = arrived.get(target)
+                if slots is None and target.outputs == 1:  # the common case, inlined
+                    arrived[target] = [grad_in]
+                else:
+                    holder = [grad_in]
+                    grad_in = None
+                    _deliver(arrived, next_edge, holder, in_place)
+            grad_in = None
+            left = dependencies[target] - 1
+            dependencies[target] = left
+            if left == 0 and (target in arrived or _must_run(target)):
+                heapq.heappush(ready, (-target.seq, next(tie), target))
+            elif left == 0:
+                _skip(target, dependencies, arrived, ready, tie)
+
+
+def _apply(
+    node: Node, grads: Grads, needs: Sequence[bool], anomaly: bool
+) -> Sequence[Tensor | None]:
+    if not anomaly:
+        return node.apply(grads, needs)
+    return _apply_with_anomaly_detection(node, grads, needs)
+
+
+def _must_run(node: Node) -> bool:
+    """Whether a node runs although no gradient arrived for it (custom functions do)."""
+    return getattr(node, "runs_without_gradient", False)
+
+
+def _skip(
+    node: Node,
+    dependencies: dict[Node, int],
+    arrived: dict[Node, Grads],
+    ready: list[tuple[float, int, Node]],
+    tie: Any,
+) -> None:
+    """No gradient arrived at `node`: pass that on, for a node further down may wait for it."""
+    todo = [node]
+    while todo:
+        for edge in todo.pop().edges:
+            if edge is not None:
+                target = edge.node
+                dependencies[target] -= 1
+                if dependencies[target] == 0:
+                    if target in arrived or _must_run(target):
+                        heapq.heappush(ready, (-target.seq, next(tie), target))
+                    else:
+                        todo.append(target)
+
+
+def _deliver(arrived: dict[Node, Grads], edge: Edge, grad: Any, in_place: bool) -> None:
+    """Add a gradient to what has arrived for its output. `grad` may come in a list of one, which
+    is emptied, so that nobody else holds it and it can be added to in place."""
+    slots = arrived.get(edge.node)
+    if slots is None:
+        slots = arrived[edge.node] = [None] * edge.node.outputs
+    new: Tensor = grad.pop() if isinstance(grad, list) else grad
+    old = slots[edge.index]
+    if old is None:
+        slots[edge.index] = new
+        return
+    slots[edge.index] = None
+    if old.layout is not torch.strided or new.layout is not torch.strided:
+        slots[edge.index] = new + old if old.layout is not torch.strided else old + new
+    elif in_place and _addable(old, new):
+        slots[edge.index] = old.add_(new)
+    elif in_place and _addable(new, old):
+        slots[edge.index] = new.add_(old)
+    else:
+        slots[edge.index] = old + new
+
+
+def _addable(target: Tensor, other: Tensor) -> bool:
+    """Whether adding into `target` is safe: nobody else can see it or its storage."""
+    return (
+        _private.unshared(target, 2)
+        and _private.unshared_storage(target)
+        and target.dtype == other.dtype
+        and _private.dense(target)
+        and not _private.functorch_active()
+    )
+
+
+def fit(grad: Tensor, edge: Edge, node: Node, position: int) -> Tensor:
+    """`grad` as a gradient of what `edge` is: summed over broadcast dims, real where that is real,
+    of its dtype. Raises GradientError where no such reading exists (PyTorch's validate_outputs).
+    """
+    if grad.shape != edge.shape:
+        if not _expandable(edge.shape, grad.shape):
+            raise GradientError(
+                f"Function {node.name()}{_at(node)} returned an invalid gradient at index "
+                f"{position} - got {list(grad.shape)} but expected shape compatible with "
+                f"{list(edge.shape)}"
+            )
+        grad = grad.sum_to_size(edge.shape)
+    if grad.dtype != edge.dtype:
+        if grad.is_complex() and not edge.dtype.is_complex:
+            grad = torch.real(grad)
+        if grad.dtype != edge.dtype:
+            grad = grad.to(edge.dtype)
+    return grad
+
+
+def _expandable(shape: torch.Size, target: torch.Size) -> bool:
+    if len(shape) > len(target):
+        return False
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return all(size == 1 or size == wanted for size, wanted in pairs)
+
+
+# -- hooks around a node
+
+
+def _before(node: Node, hooks: NodeHooks | None, grads: Grads) -> Grads:
+    """Tensor hooks of each output, then retain_grad, then the node's pre-hooks."""
+    grads = list(grads)
+    if type(node) is AccumulateNode:
+        leaf_hooks = _private.native_hooks(node.variable)
+        if leaf_hooks and grads[0] is not None:
+            grads[0] = _tensor_hooks(leaf_hooks.values(), grads[0], node)
+    if hooks is None:
+        return grads
+    for index, fns in hooks.tensor.items():
+        grad = grads[index]
+        if grad is not None and fns:
+            grads[index] = _tensor_hooks(fns.values(), grad, node)
+    for index, ref in hooks.retained.items():
+        tensor, grad = ref(), grads[index]
+        if tensor is not None and grad is not None:
+            _retain(tensor, grad)
+    for hook in tuple(hooks.pre.values()):
+        result = call_user(hook, tuple(grads))
+        if result is not None:
+            grads = list(result) if isinstance(result, (tuple, list)) else [result]
+    return grads
+
+
+def _tensor_hooks(fns: Iterable[Callable[..., Any]], grad: Tensor, node: Node) -> Tensor:
+    for hook in tuple(fns):
+        result = call_user(hook, grad)
+        if result is None:
+            continue
+        if not isinstance(result, Tensor):
+            raise TypeError(
+                f"a tensor hook on an output of {node.name()} must return None or a tensor, not "
+                f"{type(result).__name__}"
+            )
+        for what in ("shape", "dtype", "device"):
+            was, now = getattr(grad, what), getattr(result, what)
+            if was != now:
+                raise GradientError(
+                    f"hook {getattr(hook, '__name__', hook)!r} has changed the {what} of the "
+                    f"gradient of an output of {node.name()}{_at(node)} from {was} to {now}"
+                )
+        grad = result
+    return grad
+
+
+def _retain(tensor: Tensor, grad: Tensor) -> None:
+    old = tensor.grad
+    if old is None:
+        tensor.grad = grad.clone() if torch.is_grad_enabled() else grad.detach()
+    else:
+        tensor.grad = old + grad
+
+
+def _after(
+    node: Node, hooks: NodeHooks, results: Sequence[Tensor | None], grads: Grads
+) -> Sequence[Tensor | None]:
+    for hook in tuple(hooks.post.values()):
+        new = call_user(hook, tuple(results), tuple(grads))
+        if new is not None:
+            new = tuple(new) if isinstance(new, (tuple, list)) else (new,)
+            if len(new) != len(results):
+                raise GradientError(
+                    f"a hook on {node.name()} returned {len(new)} gradients; it has {len(results)}"
+                )
+            results = new
+    return results
+
+
+# -- which nodes there are, and which are needed
+
+
+def _count_edges(roots: Iterable[Node]) -> dict[Node, int]:
+    """For every node reachable from `roots`: how many edges lead into it."""
+    counts: dict[Node, int] = {}
+    todo: list[Node] = []
+    for node in roots:
+        if node not in counts:
+            counts[node] = 0
+            todo.append(node)
+    while todo:
+        for edge in todo.pop().edges:
+            if edge is not None:
+                node = edge.node
+                if node in counts:
+                    counts[node] += 1
+                else:
+                    counts[node] = 1
+                    todo.append(node)
+    return counts
+
+
+def _leading_to(targets: set[Node], roots: Iterable[Node], accumulate: bool) -> set[Node]:
+    """The nodes that must run so that gradients reach `targets`: those with a path to one.
+
+    A target itself runs if gradients accumulate at the targets, else only to pass on to another.
+    """
+    needed: set[Node] = set(targets) if accumulate else set()
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(node, False) for node in roots]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            for edge in node.edges:
+                if edge is not None and (edge.node in needed or edge.node in targets):
+                    needed.add(node)
+                    break
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.append((node, True))
+        stack.extend((e.node, False) for e in node.edges if e is not None and e.node not in seen)
+    return needed
+
+
+# -- anomaly detection (torch.autograd.detect_anomaly)
+
+
+def _at(node: Node) -> str:
+    where = locate(node.where)
+    return f" (recorded at {where})" if where else ""
+
+
+def _apply_with_anomaly_detection(
+    node: Node, grads: Grads, needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    """As `node.apply`, but an error or a NaN names the line of forward code it comes from."""
+    try:
+        results = node.apply(grads, needs)
+        if torch.is_anomaly_check_nan_enabled():
+            for index, grad in enumerate(results):
+                if grad is not None and grad.is_floating_point() and bool(grad.isnan().any()):
+                    raise GradientError(
+                        f"Function '{node.name()}'{_at(node)} returned nan values in its {index}th "
+                        "output."
+                    )
+        return results
+    except Exception:
+        trace = node.metadata.get("traceback_")
+        detail = "".join(cast("list[str]", trace)) if trace else " (no forward trace)"
+        warnings.warn(
+            f"Error detected in {node.name()}{_at(node)}. Traceback of forward call that caused "
+            f"the error:\n{detail}",
+            stacklevel=2,
+        )
+        raise
+
+
+# -- what is checked before a backward starts
+
+
+def check_root(edge: Edge | None, grad: Tensor, output: Tensor) -> None:
+    """Raise unless `grad` can be a gradient of `output`, and `output` has one at all."""
+    if edge is None:
+        raise NotDifferentiableError(
+            "element 0 of tensors does not require grad and does not have a grad_fn "
+            f"({describe(output)}). Was it computed under no_grad(), detached, or from tensors "
+            "that need no gradient?"
+        )
+    if grad.device != output.device:
+        raise GradientError(
+            f"the gradient given for an output ({describe(output)} on {output.device}) is on "
+            f"{grad.device}: move it there first"
+        )

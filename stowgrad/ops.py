@@ -1,0 +1,116 @@
+"""How each op is recorded: by its rule, by its parts, by the fallback, or not at all.
+
+`entry_of(overload)` answers from a table that fills as ops are met. The order of preference: the
+op's own rule; for an in-place op the rule of its plain form; "its results have no gradient"; the
+composite's parts; the fallback.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _private
+from .rules.table import NONDIFFERENTIABLE, RULES, Rule
+
+
+class Kind(enum.Enum):
+    PLAIN = "no gradient"
+    RULE = "rule"
+    COMPOSITE = "parts"
+    SPECIAL = "special"
+    FALLBACK = "fallback"
+    OUT = "out="
+
+
+class Entry:
+    """How one overload is recorded.
+
+    `touches_views`: its kernel makes views or changes tensors in place, so the native bookkeeping
+    of both must be on around it. `composite`: the op can be taken apart into others.
+    """
+
+    __slots__ = ("composite", "handler", "inplace", "kind", "name", "rule", "touches_views")
+
+    def __init__(self, name: str, kind: Kind) -> None:
+        self.name = name
+        self.kind = kind
+        self.rule: Rule | None = None
+        self.inplace = False
+        self.touches_views = False
+        self.composite = False
+        self.handler: Callable[..., Any] | None = None
+
+
+_entries: dict[Any, Entry] = {}
+SPECIAL: dict[Any, Callable[..., Any]] = {}  # overload -> handler(recorder, entry, func, args, kwargs)
+
+
+def entry_of(func: Any) -> Entry:
+    entry = _entries.get(func)
+    if entry is None:
+        entry = _entries[func] = _resolve(func)
+    return entry
+
+
+def _resolve(func: Any) -> Entry:
+    from . import rules  # fills the table on first use
+
+    rules.load()
+    if not hasattr(func, "_schema") or not isinstance(func, torch._ops.OpOverload):
+        return _higher_order(func)
+    schema = func._schema
+    written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    entry = Entry(schema.name.replace("::", "."), Kind.PLAIN)
+    entry.composite = _private.is_composite(func)
+    views = any(r.alias_info is not None for r in schema.returns)
+    entry.touches_views = bool(written) or views or entry.composite
+    entry.inplace = bool(written) and written[0] is schema.arguments[0]
+
+    if func in SPECIAL:
+        entry.kind, entry.handler = Kind.SPECIAL, SPECIAL[func]
+        return entry
+    rule = RULES.get(func)
+    if rule is None and entry.inplace:
+        rule = _plain_rule(func)
+    if rule is not None:
+        rule.prepare()
+        entry.kind, entry.rule = Kind.RULE, rule
+    elif any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        entry.kind = Kind.OUT
+    elif func in NONDIFFERENTIABLE or not any("Tensor" in str(r.type) for r in schema.returns):
+        entry.kind = Kind.PLAIN
+        if entry.inplace and func not in NONDIFFERENTIABLE:
+            entry.kind, entry.handler = Kind.FALLBACK, _fallback
+    elif entry.composite:
+        entry.kind = Kind.COMPOSITE
+    else:
+        entry.kind, entry.handler = Kind.FALLBACK, _fallback
+    return entry
+
+
+def _plain_rule(func: Any) -> Rule | None:
+    """The rule of an in-place op's plain form: aten.add_.Tensor -> aten.add.Tensor."""
+    packet = func._schema.name.split("::")
+    plain = packet[1].removesuffix("_")
+    if plain == packet[1]:
+        return None
+    space = getattr(torch.ops, packet[0])
+    if not hasattr(space, plain):
+        return None
+    return RULES.get(getattr(getattr(space, plain), func._overloadname, None))
+
+
+def _fallback(recorder: Any, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from .rules.fallback import record_fallback
+
+    return record_fallback(recorder, entry, func, args, kwargs)
+
+
+def _higher_order(func: Any) -> Entry:
+    entry = Entry(str(func), Kind.SPECIAL)
+    entry.handler = lambda recorder, entry, func, args, kwargs: func(*args, **kwargs)
+    return entry

@@ -1,0 +1,1 @@
+"""Complex numbers: parts, conjugates, views as real."""

@@ -1,0 +1,21 @@
+"""Ops whose results have no gradient: factories, comparisons, indices, counts, tests."""
+
+from __future__ import annotations
+
+import torch
+
+from .table import nondifferentiable
+
+aten = torch.ops.aten
+
+nondifferentiable(
+    aten.detach, aten.lift_fresh, aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like,
+    aten.rand_like, aten.randn_like, aten.randint_like, aten.new_empty, aten.new_zeros,
+    aten.new_ones, aten.new_full, aten.new_empty_strided,
+    aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.isnan, aten.isinf, aten.isfinite,
+    aten.isposinf, aten.isneginf, aten.isreal, aten.signbit, aten.logical_and, aten.logical_or,
+    aten.logical_not, aten.logical_xor, aten.isclose, aten.allclose, aten.equal, aten.is_nonzero,
+    aten.argmax, aten.argmin, aten.argsort, aten.nonzero, aten.count_nonzero, aten.searchsorted,
+    aten.bucketize, aten.histc, aten.any, aten.all, aten.multinomial,
+    aten._local_scalar_dense, aten.item, aten.isin, aten.floor_divide,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Convolutions, forward and transposed."""

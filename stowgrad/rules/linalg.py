@@ -1,0 +1,1 @@
+"""Linear algebra: inverses, solves, factorisations, determinants."""

@@ -1,0 +1,1 @@
+"""Batch, group, layer, instance and RMS norm."""

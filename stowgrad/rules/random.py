@@ -1,0 +1,1 @@
+"""Random ops: what is drawn has no gradient, or a pathwise one."""

@@ -1,0 +1,1 @@
+"""Reductions: sums, means, products, extrema, norms, variances, cumulative ops."""

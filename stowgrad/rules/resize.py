@@ -1,0 +1,1 @@
+"""Interpolation, grid sampling, padding by reflection and replication, pixel shuffles."""

@@ -1,0 +1,1 @@
+"""Views and copies that move elements without changing them: reshape, permute, cat, pad, repeat, casts."""

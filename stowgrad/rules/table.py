@@ -1,0 +1,464 @@
+"""The table of derivative rules: how a row is written, stored, and turned into a node.
+
+A row says, for one ATen op, what to save and how to turn the gradient of its output into the
+gradient of each argument:
+
+    vjp(aten.mm, "self mat2", self=lambda g, s: g @ s.mat2.mH, mat2=lambda g, s: s.self.mH @ g)
+
+`g` is the gradient of the output; `s` gives what was saved and every non-tensor argument by name.
+A formula uses ops that have rules themselves, so it can be differentiated again.
+
+What the machinery does, so that no row has to:
+- only the formulas of arguments that need a gradient run, and only what those formulas read
+  (found from their code) is saved;
+- gradients are summed over broadcast dims, cast to the argument's dtype, and made real for a real
+  argument (engine.fit);
+- a formula may return None for "zero"; a zero gradient never reaches a single-output row;
+- the in-place form of an op uses the row of its plain form.
+
+Words in `saves`: the name of a tensor argument (tensor lists too) or of an output keeps that
+tensor; `x.shape`, `x.dtype`, `x.device`, `x.stride`, `x.requires_grad` keep only that fact, read
+as `s.x_shape` and so on; `x:a,b` keeps `x` only if the gradient of `a` or `b` is needed.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _private
+from ..errors import GraphFreedError
+from ..graph import Edge, Node
+from ..saved import SavedTensor
+
+Formula = Callable[..., Any]
+
+RULES: dict[Any, Rule] = {}  # OpOverload -> Rule
+NONDIFFERENTIABLE: set[Any] = set()  # overloads whose results never need gradients
+
+_FACTS: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda t: t.shape,
+    "dtype": lambda t: t.dtype,
+    "device": lambda t: t.device,
+    "stride": lambda t: t.stride(),
+    "requires_grad": _private.native_requires_grad,
+}
+
+
+class Rule:
+    """How to differentiate one overload. Built by `vjp`; its tables are filled on first use."""
+
+    def __init__(
+        self,
+        op: Any,
+        saves: str,
+        formulas: dict[str, Formula],
+        function: Formula | None,
+        outputs: str | None,
+        wrt: str | None,
+        differentiable: str | None,
+        forward: Formula | None,
+        constant: str,
+    ) -> None:
+        self.op = op
+        self.name: str = op._schema.name.replace("::", ".")
+        packet = op._schema.name.split("::")[1].lstrip("_")
+        words = packet.split("_")
+        self.node_name = "".join(w[:1].upper() + w[1:] for w in words) + "Backward0"
+        self.formulas = formulas
+        self.function = function
+        self.forward = forward
+        self.arguments: list[str] = [a.name for a in op._schema.arguments]
+        self.position = {name: i for i, name in enumerate(self.arguments)}
+        self.defaults = {
+            a.name: a.default_value for a in op._schema.arguments if a.has_default_value()
+        }
+        self._saves_text = saves
+        self._outputs_text = outputs
+        self._wrt_text = wrt
+        self._differentiable_text = differentiable
+        self.constant = frozenset(constant.split())
+        self._ready = False
+        self._plans: dict[int, Plan] = {}
+
+    # -- filled on first use: reading formulas' code takes a while, and most ops are never used
+
+    def prepare(self) -> None:
+        if self._ready:
+            return
+        returns = self.op._schema.returns
+        count = len(returns)
+        text = self._outputs_text
+        self.outputs: list[str] = (
+            text.split() if text else (["out"] if count == 1 else [f"out{i}" for i in range(count)])
+        )
+        self.output_position = {name: i for i, name in enumerate(self.outputs)}
+        self.list_output = count == 1 and "[]" in str(returns[0].type) or (
+            count == 1 and str(returns[0].type).startswith("List")
+        )
+        chosen = self._differentiable_text
+        self.differentiable: frozenset[str] = frozenset(chosen.split() if chosen else self.outputs)
+        self.single = len(self.differentiable) == 1 and not self.list_output
+        self.grad_index = (
+            self.output_position[next(iter(self.differentiable))] if self.single else -1
+        )
+        tensor_args = {
+            a.name: ("list" if "List" in str(a.type) else "one")
+            for a in self.op._schema.arguments
+            if "Tensor" in str(a.type)
+        }
+        if self._wrt_text is not None:
+            names = [n for n in self._wrt_text.split() if n in self.position]
+        else:
+            names = [n for n in self.arguments if n in self.formulas and n in tensor_args]
+        self.wrt: list[str] = names
+        self.wrt_positions: list[int] = [self.position[n] for n in names]
+        self.wrt_kinds: list[str] = [tensor_args[n] for n in names]
+        self.has_lists = "list" in self.wrt_kinds
+        self.tensor_args = tensor_args
+
+        self._saves: list[tuple[str, str | None, frozenset[str]]] = []
+        for word in self._saves_text.split():
+            what, _, users = word.partition(":")
+            name, _, fact = what.partition(".")
+            self._saves.append((name, fact or None, frozenset(users.split(",")) if users else frozenset()))
+        if self.function is not None:
+            used = _names_read(self.function)
+            self._uses = {n: used for n in names}
+        else:
+            self._uses = {n: _names_read(self.formulas[n]) for n in names}
+        saved_names = {n for n, fact, _ in self._saves if fact is None}
+        self.scalar_names = {
+            n for n in self.arguments if n not in tensor_args and n not in saved_names
+        }
+        self.simple = not self.has_lists and self.forward is None and not self.list_output
+        self._ready = True
+
+    def plan(self, mask: int) -> Plan:
+        """What to save when the arguments in `mask` (a bit for each of `wrt`) need gradients."""
+        plan = self._plans.get(mask)
+        if plan is None:
+            plan = self._plans[mask] = Plan(self, mask)
+        return plan
+
+    def argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        position = self.position.get(name)
+        if position is not None and position < len(args):
+            return args[position]
+        if name in kwargs:
+            return kwargs[name]
+        return self.defaults.get(name)
+
+
+class Plan:
+    """What one rule saves for one set of needed arguments."""
+
+    __slots__ = ("facts", "index", "inputs", "kept", "outputs", "scalars")
+
+    def __init__(self, rule: Rule, mask: int) -> None:
+        needed = [n for bit, n in enumerate(rule.wrt) if mask >> bit & 1]
+        read: set[str] | None = set()
+        for name in needed:
+            used = rule._uses[name]
+            if used is None:
+                read = None  # cannot tell what the formula reads: keep everything
+                break
+            assert read is not None
+            read |= used
+        self.inputs: list[str] = []
+        self.outputs: list[str] = []
+        self.kept: list[str] = []  # computed by the rule's own forward
+        self.facts: list[tuple[str, str, str]] = []
+        for name, fact, users in rule._saves:
+            if users and not users & set(needed):
+                continue
+            if fact is not None:
+                key = f"{name}_{fact}"
+                if read is None or key in read:
+                    self.facts.append((key, name, fact))
+            elif read is None or name in read or users:
+                if name in rule.position:
+                    self.inputs.append(name)
+                elif name in rule.output_position:
+                    self.outputs.append(name)
+                else:
+                    self.kept.append(name)
+        self.scalars = [n for n in rule.arguments if n in rule.scalar_names and (read is None or n in read)]
+        names = self.inputs + self.outputs + self.kept
+        self.index = {name: i for i, name in enumerate(names)}
+
+
+def _names_read(function: Formula) -> set[str] | None:
+    """The attributes that `function` reads from its second parameter `s`; None if it does more
+    with it than read attributes (hands it on, or closes over it)."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_argcount < 2:
+        return None
+    name = code.co_varnames[1]
+    if name in code.co_cellvars:
+        return None
+    read: set[str] = set()
+    waiting = False
+    for step in dis.get_instructions(code):
+        if step.opname in ("CACHE", "RESUME", "EXTENDED_ARG", "COPY_FREE_VARS", "NOP"):
+            continue
+        if waiting:
+            if step.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                return None
+            read.add(str(step.argval))
+            waiting = False
+        elif step.opname.startswith("LOAD_FAST"):
+            value = step.argval
+            if value == name:
+                waiting = True
+            elif isinstance(value, tuple) and name in value:
+                if value[0] == name:
+                    return None
+                waiting = True
+    return None if waiting else read
+
+
+class Frame:
+    """`s` in a rule: what was saved and the op's other arguments, by name, for one run.
+
+    A saved tensor is unpacked when it is first read, and only then; the value lives as long as
+    the frame, which ends with the rule.
+    """
+
+    def __init__(self, node: RuleNode) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._node.read(name)
+        self.__dict__[name] = value
+        return value
+
+
+class RuleNode(Node):
+    """A node whose derivative is a row of the table."""
+
+    __slots__ = ("edge_counts", "mask", "metas", "plan", "rule", "saved", "values")
+
+    def __init__(
+        self,
+        rule: Rule,
+        mask: int,
+        edges: Sequence[Edge | None],
+        plan: Plan,
+        outputs: int,
+    ) -> None:
+        super().__init__(edges, outputs)
+        self.rule = rule
+        self.mask = mask
+        self.plan = plan
+        self.saved: Any = ()
+        self.values: dict[str, Any] | None = None
+        self.edge_counts: list[int] | None = None  # how many edges each list argument has
+        self.metas: list[tuple[torch.Size, torch.dtype, torch.device]] | None = None
+
+    def name(self) -> str:
+        return self.rule.node_name
+
+    def read(self, name: str) -> Any:
+        """The value of `name` for a formula: a saved tensor, a fact, or a plain argument."""
+        index = self.plan.index.get(name)
+        if index is not None:
+            saved = self.saved
+            if saved is None:
+                raise GraphFreedError(_FREED.format(self.rule.name))
+            entry = saved[index]
+            return self._unpack(entry)
+        values = self.values
+        if values is not None and name in values:
+            return values[name]
+        if name in self.rule.scalar_names:
+            return self.rule.defaults.get(name)
+        raise AttributeError(
+            f"the rule of {self.rule.name} reads '{name}', which it does not save "
+            f"(saves: {self.rule._saves_text!r})"
+        )
+
+    def _unpack(self, entry: Any) -> Any:
+        if isinstance(entry, SavedTensor):
+            return entry.unpack(self, torch.is_grad_enabled())
+        if isinstance(entry, (list, tuple)):
+            return [self._unpack(e) for e in entry]
+        return entry
+
+    def apply(
+        self, grads: list[Tensor | None], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        rule = self.rule
+        if self.saved is None:
+            raise GraphFreedError(_FREED.format(rule.name))
+        g: Any
+        if rule.single:
+            g = grads[rule.grad_index]
+            if g is None:
+                return [None] * len(self.edges)
+        else:
+            g = tuple(grads)
+        grads.clear()
+        frame = Frame(self)
+        if rule.function is None and not rule.has_lists:
+            return [
+                rule.formulas[name](g, frame) if need else None
+                for name, need in zip(rule.wrt, needs, strict=True)
+            ]
+        return self._apply_general(rule, g, frame, needs)
+
+    def _apply_general(
+        self, rule: Rule, g: Any, frame: Frame, needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        """Rules that are one function, or that have lists of tensors among their arguments."""
+        wanted: list[Any] = []
+        at = 0
+        counts = self.edge_counts or [1] * len(rule.wrt)
+        for kind, count in zip(rule.wrt_kinds, counts, strict=True):
+            wanted.append(list(needs[at : at + count]) if kind == "list" else needs[at])
+            at += count
+        if rule.function is not None:
+            results = rule.function(g, frame, wanted)
+            if not isinstance(results, (tuple, list)):
+                results = (results,)
+        else:
+            results = [
+                rule.formulas[name](g, frame) if (any(w) if isinstance(w, list) else w) else None
+                for name, w in zip(rule.wrt, wanted, strict=True)
+            ]
+        flat: list[Tensor | None] = []
+        for kind, count, result in zip(rule.wrt_kinds, counts, results, strict=True):
+            if kind != "list":
+                flat.append(result)
+            elif result is None:
+                flat.extend([None] * count)
+            else:
+                flat.extend(result)
+        return flat
+
+    def release(self) -> None:
+        saved = self.saved
+        if saved:
+            for entry in saved:
+                if isinstance(entry, SavedTensor):
+                    entry.release()
+                elif isinstance(entry, (list, tuple)):
+                    for e in entry:
+                        if isinstance(e, SavedTensor):
+                            e.release()
+        if saved != ():
+            self.saved = None
+
+    def zeros(self, index: int) -> Tensor:
+        """A zero gradient of output `index`."""
+        assert self.metas is not None
+        shape, dtype, device = self.metas[index]
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        """`_saved_x` gives x through its hooks; `_raw_saved_x` the SavedTensor itself."""
+        if name.startswith("_raw_saved_"):
+            return self._entry(name.removeprefix("_raw_saved_"))
+        if name.startswith("_saved_"):
+            key = name.removeprefix("_saved_")
+            if key in self.plan.index:
+                return self._unpack(self._entry(key))
+            if self.values is not None and key in self.values:
+                return self.values[key]
+        raise AttributeError(f"{self.name()} has no attribute '{name}'")
+
+    def _entry(self, key: str) -> Any:
+        if key == "result" and key not in self.plan.index:
+            key = "out"  # PyTorch's word for it
+        if key not in self.plan.index:
+            raise AttributeError(f"{self.name()} saves no '{key}' (saves: {list(self.plan.index)})")
+        if self.saved is None:
+            raise GraphFreedError(_FREED.format(self.rule.name))
+        return self.saved[self.plan.index[key]]
+
+    def __dir__(self) -> list[str]:
+        extra = [f"_{raw}saved_{k}" for k in self.plan.index for raw in ("", "raw_")]
+        return [*super().__dir__(), *extra]
+
+
+_FREED = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after "
+    "they have already been freed): what {} saved is gone. Saved tensors are freed when you call "
+    ".backward() or autograd.grad(). Specify retain_graph=True if you need to backward through "
+    "the graph a second time or to access saved tensors after backward."
+)
+
+
+def vjp(
+    op: Any,
+    saves: str = "",
+    *,
+    outputs: str | None = None,
+    wrt: str | None = None,
+    differentiable: str | None = None,
+    forward: Formula | None = None,
+    constant: str = "",
+    **formulas: Formula,
+) -> Any:
+    """Register the rule of `op` (an overload, or a packet: all its overloads that fit).
+
+    As a row: one formula `(g, s) -> gradient` for each tensor argument, by name. For an argument
+    that is a list of tensors the formula returns a list.
+
+    As a decorator (no formulas): the function `(g, s, needs)` returns one gradient for each name
+    in `wrt`, in that order; `needs` says which are wanted (a list of bools for a tensor list).
+
+    `outputs`: names of the results, where there are several (default out0, out1, ...).
+    `differentiable`: those of them that have gradients. With one, `g` is its gradient; with
+    several (or a list of tensors as result), `g` is a tuple of all outputs' gradients, None where
+    zero; then `s._node.zeros(i)` makes a zero gradient.
+    `forward(*args, **kwargs) -> (result, {name: value})`: computes the op itself, and values to be
+    saved under those names; for ops that are better taken in another way than their kernel's.
+    `constant`: tensor arguments through which, by definition, no gradient flows (running
+    statistics). A tracked tensor in any other argument without formula is an error, not a zero.
+    """
+
+    def register(function: Formula | None) -> Any:
+        overloads = (
+            [getattr(op, n) for n in op.overloads()] if hasattr(op, "overloads") else [op]
+        )
+        registered = False
+        for overload in overloads:
+            schema = overload._schema
+            if hasattr(op, "overloads") and any(
+                a.alias_info is not None and a.alias_info.is_write for a in schema.arguments
+            ):
+                continue
+            if overload in RULES and hasattr(op, "overloads"):
+                continue  # an overload's own row comes before its packet's
+            names = {a.name for a in schema.arguments}
+            wanted = set(wrt.split()) if wrt else set(formulas)
+            if not wanted & names and len(overloads) > 1:
+                continue
+            rule = Rule(overload, saves, formulas, function, outputs, wrt, differentiable, forward, constant)
+            RULES[overload] = rule
+            registered = True
+        if not registered:
+            raise ValueError(f"no overload of {op} fits the rule (arguments {wrt or list(formulas)})")
+        return function
+
+    if formulas:
+        return register(None)
+    return register
+
+
+def nondifferentiable(*ops: Any) -> None:
+    """Declare that the results of `ops` never need gradients (comparisons, indices, ...)."""
+    for op in ops:
+        if hasattr(op, "overloads"):
+            NONDIFFERENTIABLE.update(getattr(op, n) for n in op.overloads())
+        else:
+            NONDIFFERENTIABLE.add(op)
+
+
+def has_rule(ops: Iterable[Any]) -> list[Any]:
+    return [op for op in ops if op in RULES]

@@ -1,0 +1,428 @@
+"""Saved tensors: what autograd keeps between forward and backward, and the hooks on it.
+
+A SavedTensor holds either a tensor or whatever a `pack` hook made of it, never both. Hooks come
+from the thread's stack of default pairs (only the innermost applies) or are registered on one
+saved tensor. Every access unpacks anew, and checks by version counter that nothing changed the
+tensor in place meanwhile; a packed value that still shares the tensor's memory is checked too.
+
+This module knows graph.py (whose output it was) and nothing of rules, modes, policies or
+programs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _private
+from .errors import GraphFreedError, HookError, HooksDisabledError, SavedTensorChanged, describe
+from .graph import Edge, Location, Node, attach, call_user, locate
+
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
+
+_DISABLED = (
+    "saved-tensor hooks are disabled here. Leave the disable_saved_tensors_hooks() block, or do "
+    "without hooks in it."
+)
+
+
+class HookPair(NamedTuple):
+    pack: Pack
+    unpack: Unpack
+
+
+class HookStack(threading.local):
+    """The default hooks of this thread: the innermost pair is the last. A new thread starts clean.
+
+    `disabled`: the message with which entering hooks fails, or None. `ignored`: saving behaves as
+    if the stack were empty, while push and pop go on as before (capture sets it).
+    """
+
+    def __init__(self) -> None:
+        self.pairs: list[HookPair] = []
+        self.disabled: str | None = None
+        self.ignored = False
+
+
+hooks = HookStack()
+
+
+def push_hooks(pack: Pack, unpack: Unpack) -> None:
+    """Make (pack, unpack) the pair that applies to what this thread saves from here on.
+
+    Raises HooksDisabledError, with the message given there, where hooks are disabled; HookError
+    for a pair that cannot be called.
+    """
+    if hooks.disabled is not None:
+        raise HooksDisabledError(hooks.disabled)
+    for role, fn in (("pack", pack), ("unpack", unpack)):
+        if not callable(fn):
+            raise HookError(f"the {role} hook is {type(fn).__name__}, which cannot be called")
+    hooks.pairs.append(HookPair(pack, unpack))
+
+
+def pop_hooks() -> HookPair:
+    """End the innermost pair and return it. Raises HookError where there is none."""
+    if not hooks.pairs:
+        raise HookError("no saved-tensor hooks to pop: push and pop do not match")
+    return hooks.pairs.pop()
+
+
+def disable_hooks(message: str | None) -> None:
+    """Make entering hooks fail with `message` from here on. Raises where hooks are active."""
+    if hooks.pairs:
+        raise HooksDisabledError(
+            "saved-tensor hooks cannot be disabled while a pair is active: leave the "
+            "saved_tensors_hooks() block first."
+        )
+    hooks.disabled = _DISABLED if message is None else message
+
+
+def enable_hooks() -> None:
+    hooks.disabled = None
+
+
+@contextmanager
+def saved_tensors_hooks(pack: Pack, unpack: Unpack) -> Iterator[None]:
+    """Within: `pack(tensor)` on every tensor saved for backward, `unpack(packed)` at each use.
+
+    The stack is as before on leaving, also when the body raised. Semantics:
+    torch.autograd.graph.saved_tensors_hooks.
+    """
+    push_hooks(pack, unpack)
+    depth = len(hooks.pairs)
+    try:
+        yield
+    finally:
+        del hooks.pairs[depth - 1 :]
+
+
+@contextmanager
+def disable_saved_tensors_hooks(message: str | None = None) -> Iterator[None]:
+    """Within: entering saved-tensor hooks raises with `message`; nested uses restore."""
+    before = hooks.disabled
+    disable_hooks(message)
+    try:
+        yield
+    finally:
+        hooks.disabled = before
+
+
+def compose(*pairs: Any) -> HookPair:
+    """One pair out of several: the first packs the tensor, each next one every tensor in that.
+
+    A pair is anything with `pack` and `unpack`, or a tuple of the two. Unpacking goes the other
+    way round. The packed value may be any nest of tuples, lists and dicts with tensors in it.
+    """
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    stages = [p if hasattr(p, "pack") else HookPair(*p) for p in pairs]
+    if not stages:
+        raise HookError("compose() needs at least one pair")
+
+    def pack(tensor: Tensor) -> Any:
+        packed = stages[0].pack(tensor)
+        for stage in stages[1:]:
+            leaves, spec = tree_flatten(packed)
+            marks = [isinstance(leaf, Tensor) for leaf in leaves]
+            done = [stage.pack(x) if m else x for x, m in zip(leaves, marks, strict=True)]
+            packed = (done, marks, spec)
+        return packed
+
+    def unpack(packed: Any) -> Tensor:
+        for stage in reversed(stages[1:]):
+            done, marks, spec = packed
+            leaves = [stage.unpack(x) if m else x for x, m in zip(done, marks, strict=True)]
+            packed = tree_unflatten(leaves, spec)
+        result: Tensor = stages[0].unpack(packed)
+        return result
+
+    return HookPair(pack, unpack)
+
+
+@dataclass(frozen=True)
+class SavedInfo:
+    """What one can ask a saved tensor about itself."""
+
+    op: str  # the op whose backward will read it, e.g. "aten.mm"
+    name: str  # the argument or result of that op, e.g. "mat2"
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    state: str  # "live", "packed" or "released"
+    is_output: bool
+    is_leaf: bool
+    view_of: torch.Size | None  # the shape of the base it is a view of
+    storage: int | None  # identity of its storage while it is live
+    where: str  # file:line of the user's code that saved it
+
+
+class SavedTensor:
+    """One tensor kept for one node's backward.
+
+    `name` is the argument or result of `op` that it was. `output`: which output of the saving
+    node it is, or None for an input; an output is kept as an alias without graph, since the
+    output itself would keep its own node alive in a circle.
+    """
+
+    __slots__ = (
+        "__weakref__", "_data", "_edge", "_explicit", "_info", "_output", "_packed", "_pair",
+        "_probe", "_version", "name", "op", "where",
+    )  # fmt: skip
+
+    _data: Tensor | None
+    _info: SavedInfo | None
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        name: str,
+        op: str,
+        where: Location | None = None,
+        output: int | None = None,
+        edge: Edge | None = None,
+    ) -> None:
+        self.name = name
+        self.op = op
+        self.where = where
+        self._output = output
+        self._edge = edge
+        self._pair: HookPair | None = None
+        if tensor.is_inference():
+            raise HookError(
+                f"an inference tensor ({describe(tensor)}) cannot be saved for backward by {op} "
+                f"(as '{name}'): it has no version counter. Clone it outside inference_mode()."
+            )
+        self._version: int = tensor._version
+        if output is not None:
+            tensor = _private.alias(tensor)
+        stack = hooks
+        if stack.pairs and not stack.ignored:
+            self._explicit = False
+            self._data = None
+            self._pack(tensor, stack.pairs[-1])
+        else:
+            self._data = tensor
+
+    # -- reading
+
+    def unpack(self, node: Node | None = None, graph: bool = True) -> Tensor:
+        """The tensor, through the unpack hook if there is one.
+
+        `graph`: return it attached to the graph as it was when saved, so that what is computed
+        from it can be differentiated again. `node` is the node that saved it; an output needs it.
+
+        Raises GraphFreedError after release, SavedTensorChanged if the tensor was changed in
+        place since, HookError if `unpack` did not return such a tensor.
+        """
+        pair = self._pair
+        data = self._data
+        if pair is None:
+            if data is None:
+                raise self._released()
+            if data._version != self._version:
+                raise self._changed(data._version)
+            if self._output is None or not graph:
+                return data
+            plain = _private.alias(data)
+        else:
+            plain = self._call_unpack(pair)
+            if not graph:
+                return plain
+            if self._edge is None and self._output is None:
+                return plain
+            plain = _private.alias(plain)
+        edge = self._edge
+        if self._output is not None:
+            if node is None:
+                return plain
+            edge = Edge(node, self._output, plain.shape, plain.dtype)
+        if edge is not None:
+            attach(plain, edge)
+        return plain
+
+    def _call_unpack(self, pair: HookPair) -> Tensor:
+        if self._probe is not None and self._probe._version != self._version:
+            raise self._changed(self._probe._version)
+        with torch.no_grad():
+            result = call_user(pair.unpack, self._packed)
+        info = self._info
+        assert info is not None
+        if not isinstance(result, Tensor):
+            raise HookError(
+                f"the unpack hook of {self} returned {type(result).__name__}, not a tensor"
+            )
+        if result.shape != info.shape or result.dtype != info.dtype or result.device != info.device:
+            raise HookError(
+                f"the unpack hook of {self} returned {describe(result)} on {result.device}; what "
+                f"was packed is {_brief(info)} on {info.device}"
+            )
+        return result
+
+    # -- hooks on this one tensor
+
+    def register_hooks(self, pack: Pack, unpack: Unpack) -> None:
+        """Call `pack(tensor)` now, keep only what it returns, and `unpack` that at every use.
+
+        On a tensor that default hooks packed, it is unpacked and packed again. Raises HookError
+        if it has a registered pair already (see `replace_hooks`), GraphFreedError after release.
+        """
+        if self._pair is not None and self._explicit:
+            raise HookError(
+                f"{self} has hooks already, and only one pair is allowed at a time. Use "
+                "replace_hooks() to put another in its place."
+            )
+        self.replace_hooks(pack, unpack)
+
+    def replace_hooks(self, pack: Pack, unpack: Unpack) -> None:
+        """As `register_hooks`, whether or not a pair is there already."""
+        for role, fn in (("pack", pack), ("unpack", unpack)):
+            if not callable(fn):
+                raise HookError(f"the {role} hook is {type(fn).__name__}, which cannot be called")
+        tensor = self.unpack(graph=False)
+        self._pack(_private.alias(tensor), HookPair(pack, unpack))
+        self._explicit = True
+        self._data = None
+
+    def remove_hooks(self) -> None:
+        """Unpack and keep the plain tensor from here on."""
+        if self._pair is not None:
+            data = self._call_unpack(self._pair)
+            self._data, self._pair, self._packed = data, None, None
+            self._probe = None
+            self._version = data._version
+
+    def _pack(self, tensor: Tensor, pair: HookPair) -> None:
+        # Metadata first: once `pack` has returned, nothing here refers to the tensor.
+        info = self._describe(tensor, "packed")
+        version = tensor._version
+        with torch.no_grad():
+            packed = call_user(pair.pack, tensor)
+        if tensor._version != version:
+            raise HookError(
+                f"the pack hook of {self} changed its input in place ({describe(tensor)}): work "
+                "on a clone of it."
+            )
+        probe = _private.alias(tensor) if _keeps_alias(packed, tensor) else None
+        self._info, self._packed, self._probe, self._pair = info, packed, probe, pair
+        if probe is not None:
+            self._version = probe._version
+
+    # -- asking
+
+    def info(self) -> SavedInfo:
+        """Who saved this tensor, what it is, and what state it is in. Runs no hook."""
+        if self._pair is not None:
+            assert self._info is not None
+            return self._info
+        if self._data is None:
+            raise self._released()
+        return self._describe(self._data, "live")
+
+    @property
+    def state(self) -> str:
+        """ "live", "packed" or "released"."""
+        if self._pair is not None:
+            return "packed"
+        return "released" if self._data is None else "live"
+
+    @property
+    def packed(self) -> Any:
+        """What the pack hook returned; None where no hook applies."""
+        return self._packed if self._pair is not None else None
+
+    def _describe(self, tensor: Tensor, state: str) -> SavedInfo:
+        base = tensor._base
+        strided = tensor.layout is torch.strided
+        return SavedInfo(
+            op=self.op,
+            name=self.name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            device=tensor.device,
+            nbytes=tensor.numel() * tensor.element_size(),
+            state=state,
+            is_output=self._output is not None,
+            is_leaf=self._output is None and (self._edge is None or not self._edge.node.edges),
+            view_of=base.shape if base is not None else None,
+            storage=_private.storage_key(tensor) if strided and state == "live" else None,
+            where=locate(self.where),
+        )
+
+    # -- the end
+
+    def release(self) -> None:
+        """Let go of the tensor or of what `pack` made of it. Further use raises."""
+        self._data = self._pair = self._edge = None
+        self._packed = self._probe = self._info = None
+
+    def _released(self) -> GraphFreedError:
+        return GraphFreedError(
+            "Trying to backward through the graph a second time (or directly access saved tensors "
+            f"after they have already been freed): {self} is gone. Saved tensors are freed when "
+            "you call .backward() or autograd.grad(). Specify retain_graph=True if you need to "
+            "backward through the graph a second time or to access saved tensors after backward."
+        )
+
+    def _changed(self, version: int) -> SavedTensorChanged:
+        kept = self._data if self._data is not None else self._probe
+        where = locate(self.where)
+        return SavedTensorChanged(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: '{self.name}' ({describe(kept)}), saved by {self.op}"
+            f"{' at ' + where if where else ''} for its backward, is at version {version}; it was "
+            f"saved at version {self._version}. Change a copy instead (`x = x + d` for "
+            "`x += d`), or run backward first."
+        )
+
+    def __repr__(self) -> str:
+        where = locate(self.where)
+        return f"<saved '{self.name}' of {self.op}{' at ' + where if where else ''}, {self.state}>"
+
+
+def _brief(info: SavedInfo) -> str:
+    return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
+
+
+def _keeps_alias(packed: Any, tensor: Tensor) -> bool:
+    """Whether what a pack hook returned still lives in `tensor`'s memory.
+
+    Looked for in tensors and NumPy arrays, in nests of containers, and in the attributes of
+    objects. An alias that a hook hides elsewhere (in a closure, say) is not found.
+    """
+    if packed is None or isinstance(packed, (str, bytes, int, float)):
+        return False
+    if tensor.layout is not torch.strided:
+        return packed is tensor
+    seen: set[int] = set()
+    todo = [packed]
+    while todo and len(seen) < 1000:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            if _private.share_storage(item, tensor):
+                return True
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            todo.extend(item)
+        elif isinstance(item, dict):
+            todo.extend(item.values())
+        elif hasattr(item, "__array_interface__"):
+            storage = tensor.untyped_storage()
+            start = storage.data_ptr()
+            if start <= item.__array_interface__["data"][0] < start + max(storage.nbytes(), 1):
+                return True
+        elif hasattr(item, "__dict__"):
+            todo.extend(vars(item).values())
+        elif hasattr(item, "__slots__"):
+            todo.extend(getattr(item, slot, None) for slot in item.__slots__)
+    return False

@@ -1,0 +1,271 @@
+"""Binds PyTorch's public autograd names to ours while recording. The only module that patches.
+
+Names are bound as low as they can be: `backward` and `grad` at the engine they call,
+`saved_tensors_hooks` and everything built on it (offloading, checkpointing) at the functions that
+push and pop, custom functions at the class beneath `Function`. So a name that a script imported
+before recording began works too, and PyTorch's own checks and messages stay in force.
+
+A binding is global, since Python attributes are; each replacement asks whether this thread is
+recording and otherwise does what it replaced. They go when the last recording thread leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _private, engine, graph, saved
+from .errors import OutsideRecordError, describe
+from .graph import AccumulateNode, Node
+from .record import gradient_edge, producer, recording, run_backward
+
+_lock = threading.Lock()
+_users = 0
+_originals: list[tuple[Any, str, Any]] = []
+_MISSING = object()
+
+torch.autograd.graph.Node.register(Node)  # isinstance(t.grad_fn, torch.autograd.graph.Node)
+
+
+def bind() -> None:
+    """Put our names in place; counted, so that the last `unbind` takes them away."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users > 1:
+            return
+        for owner, name, make in _bindings():
+            original = vars(owner).get(name, _MISSING)
+            _originals.append((owner, name, original))
+            setattr(owner, name, make(getattr(owner, name, None)))
+
+
+def unbind() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if _users > 0:
+            return
+        while _originals:
+            owner, name, original = _originals.pop()
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+Make = Callable[[Any], Any]
+
+
+def _bindings() -> list[tuple[Any, str, Make]]:
+    C = torch._C
+    return [
+        (Tensor, "grad_fn", lambda native: property(_grad_fn)),
+        (Tensor, "is_leaf", lambda native: property(_is_leaf)),
+        (Tensor, "requires_grad", lambda native: property(_get_requires_grad, _set_requires_grad)),
+        (Tensor, "requires_grad_", lambda native: _requires_grad_),
+        (Tensor, "output_nr", lambda native: property(_output_nr)),
+        (Tensor, "retains_grad", lambda native: property(_retains_grad)),
+        (Tensor, "retain_grad", _method(_retain_grad)),
+        (Tensor, "register_hook", _method(_register_hook)),
+        (Tensor, "__reduce_ex__", _make_reduce),
+        (torch.autograd.Variable, "_execution_engine", _Engine),
+        (C, "_current_graph_task_id", _here(_graph_task_id)),
+        (C, "_current_autograd_node", _here(_current_node)),
+        (C, "_will_engine_execute_node", _here(_will_execute)),
+        (C._autograd, "_push_saved_tensors_default_hooks", _here(saved.push_hooks)),
+        (C._autograd, "_pop_saved_tensors_default_hooks", _here(saved.pop_hooks)),
+        (C._autograd, "_saved_tensors_hooks_disable", _here(_disable)),
+        (C._autograd, "_saved_tensors_hooks_enable", _here(saved.enable_hooks)),
+        (C._autograd, "_saved_tensors_hooks_is_enabled", _here(lambda: saved.hooks.disabled is None)),
+        (
+            C._autograd,
+            "_saved_tensors_hooks_get_disabled_error_message",
+            _here(lambda: saved.hooks.disabled),
+        ),
+    ]
+
+
+def _here(ours: Callable[..., Any]) -> Make:
+    """Ours in a thread that records; the original in every other."""
+
+    def make(original: Any) -> Any:
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            if recording():
+                return ours(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return bound
+
+    return make
+
+
+def _method(ours: Callable[..., Any]) -> Make:
+    """`ours(original, tensor, ...)` for tensors that we track; the original for all others."""
+
+    def make(original: Any) -> Any:
+        def bound(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if recording() and _private.native_requires_grad(self) and not _is_leaf(self):
+                return ours(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+
+        bound.__name__ = getattr(original, "__name__", "bound")
+        bound.__doc__ = original.__doc__
+        return bound
+
+    return make
+
+
+# -- what a tensor says of itself
+
+
+def _grad_fn(self: Tensor) -> Any:
+    if not recording():
+        return _private.native_grad_fn(self)
+    if not _private.native_requires_grad(self):
+        return None
+    edge = producer(self)
+    if edge is None or isinstance(edge.node, AccumulateNode):
+        return None
+    return edge.node
+
+
+def _is_leaf(self: Tensor) -> bool:
+    if not recording():
+        return _private.native_is_leaf(self)
+    return _grad_fn(self) is None
+
+
+def _get_requires_grad(self: Tensor) -> bool:
+    return _private.native_requires_grad(self)
+
+
+def _set_requires_grad(self: Tensor, value: bool) -> None:
+    if recording() and not _is_leaf(self):
+        if not value:
+            raise RuntimeError(
+                "you can only change requires_grad flags of leaf variables. If you want to use a "
+                "computed variable in a subgraph that doesn't require differentiation use "
+                "var_no_grad = var.detach()."
+            )
+        return
+    _private.set_native_requires_grad(self, value)
+
+
+def _requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
+    """See torch.Tensor.requires_grad_."""
+    _set_requires_grad(self, requires_grad)
+    return self
+
+
+def _output_nr(self: Tensor) -> int:
+    edge = producer(self) if recording() else None
+    return 0 if edge is None else edge.index
+
+
+def _retains_grad(self: Tensor) -> bool:
+    edge = producer(self) if recording() else None
+    if edge is None or edge.node.hooks is None:
+        return False
+    ref = edge.node.hooks.retained.get(edge.index)
+    return ref is not None and ref() is self
+
+
+def _retain_grad(self: Tensor) -> None:
+    edge = gradient_edge(self)
+    edge.node.ensure_hooks().retained[edge.index] = weakref.ref(self)
+
+
+def _register_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
+    edge = gradient_edge(self)
+    return edge.node.register_tensor_hook(edge.index, hook)
+
+
+def _make_reduce(original: Any) -> Any:
+    def reduce(self: Tensor, protocol: Any) -> Any:
+        """Pickle the data of a tracked tensor; its place in the graph stays behind."""
+        edge = graph.state(self)
+        if edge is None:
+            return original(self, protocol)
+        del self._stowgrad  # type: ignore[attr-defined]
+        try:
+            return original(self, protocol)
+        finally:
+            self._stowgrad = edge  # type: ignore[attr-defined]
+
+    return reduce
+
+
+# -- the engine
+
+
+class _Engine:
+    """Stands where PyTorch's engine object stands."""
+
+    def __init__(self, native: Any) -> None:
+        self._native = native
+
+    def run_backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Any = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        if recording():
+            return run_backward(
+                tensors, grad_tensors, keep_graph, create_graph, inputs or (),
+                allow_unreachable, accumulate_grad,
+            )  # fmt: skip
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and graph.state(tensor) is not None:
+                raise OutsideRecordError(
+                    f"backward() in a thread that does not record, from a tensor "
+                    f"({describe(tensor)}) whose graph stowgrad recorded. Call it inside record(), "
+                    "or use sg.backward()."
+                )
+        return self._native.run_backward(
+            tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable,
+            accumulate_grad,
+        )  # fmt: skip
+
+    def queue_callback(self, callback: Callable[[], Any]) -> None:
+        task = engine.current_task()
+        if task is None:
+            self._native.queue_callback(callback)
+        else:
+            task.callbacks.append(callback)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+
+def _graph_task_id() -> int:
+    task = engine.current_task()
+    return -1 if task is None else task.id
+
+
+def _current_node() -> Any:
+    task = engine.current_task()
+    return None if task is None else task.node
+
+
+def _will_execute(node: Any) -> bool:
+    task = engine.current_task()
+    if task is None:
+        raise RuntimeError("_will_engine_execute_node can only be called inside a backward")
+    if node not in task.reachable:
+        return False
+    return task.needed is None or node in task.needed
+
+
+def _disable(message: str, fail_if_non_empty: bool = True) -> None:
+    saved.disable_hooks(message)
