@@ -1,0 +1,1 @@
+"""Small models of many kinds, for tests that want real networks rather than single ops."""
