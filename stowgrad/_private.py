@@ -97,6 +97,15 @@ def is_composite(func: Any) -> bool:
     return has_kernel(func, "CompositeImplicitAutograd")
 
 
+def run_parts(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run the composite `func` as the ops it is made of.
+
+    Why: `func.decompose()` prefers decompositions in Python where there are some (`lstm`, `matmul`,
+    `upsample_*`, ...), whose numbers and random draws are not those of the kernel that people run.
+    """
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 def functorch_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 

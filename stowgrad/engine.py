@@ -112,6 +112,7 @@ def _loop(
     ready: list[tuple[float, int, Node]] = []
     tie = itertools.count()
     in_place = not task.create_graph
+    keep_graph = task.keep_graph
     anomaly = torch.is_anomaly_enabled()
 
     for edge, grad in roots:
@@ -122,37 +123,42 @@ def _loop(
     heapq.heapify(ready)
     del roots
 
-    while ready:
-        node = heapq.heappop(ready)[2]
-        grads: Grads = arrived.pop(node, None) or [None] * node.outputs
+    following: Node | None = None  # ready, and alone so: it need not go through the heap
+    while ready or following is not None:
+        if following is not None:
+            node, following = following, None
+        else:
+            node = heapq.heappop(ready)[2]
+        grads: Grads | None = arrived.pop(node, None)
+        if grads is None:
+            grads = [None] * node.outputs
         task.node = node
         hooks = node.hooks
         if hooks is not None or type(node) is AccumulateNode:
             grads = _before(node, hooks, grads)
-        if captures is not None and node in captures:
-            for index, position in captures[node]:
-                captured[position] = grads[index]
-        if needed is not None and node not in needed:
-            continue
-
+        needs: Sequence[bool] | None = None
         edges = node.edges
-        needs: Sequence[bool]
-        if needed is None:
-            needs = [e is not None for e in edges]
-        else:
+        if needed is not None:
+            if captures is not None and node in captures:
+                for index, position in captures[node]:
+                    captured[position] = grads[index]
+            if node not in needed:
+                continue
             needs = [
-                e is not None and (e.node in needed or (captures is not None and e.node in captures))
+                e is not None
+                and (e.node in needed or (captures is not None and e.node in captures))
                 for e in edges
             ]
-        if hooks is not None and hooks.post:
-            grads_before = list(grads)
-            results = _apply(node, grads, needs, anomaly)
-            results = _after(node, hooks, results, grads_before)
-            del grads_before
+        if anomaly:
+            results = _apply_with_anomaly_detection(node, grads, needs)
+        elif hooks is not None and hooks.post:
+            kept = list(grads)
+            results = _after(node, hooks, node.apply(grads, needs), kept)
+            del kept
         else:
-            results = _apply(node, grads, needs, anomaly)
+            results = node.apply(grads, needs)
         del grads
-        if not task.keep_graph:
+        if not keep_graph:
             node.release()
 
         if len(results) != len(edges):
@@ -167,11 +173,10 @@ def _loop(
             grad_in = delivered[position]
             delivered[position] = None
             target = next_edge.node
-            if grad_in is not None and needs[position]:
-                if grad_in.shape != next_edge.shape or grad_in.dtype != next_edge.dtype:
+            if grad_in is not None and (needs is None or needs[position]):
+                if grad_in.shape != next_edge.shape or grad_in.dtype is not next_edge.dtype:
                     grad_in = fit(grad_in, next_edge, node, position)
-                slots = arrived.get(target)
-                if slots is None and target.outputs == 1:  # the common case, inlined
+                if target.outputs == 1 and target not in arrived:  # the common case, inlined
                     arrived[target] = [grad_in]
                 else:
                     holder = [grad_in]
@@ -180,18 +185,16 @@ def _loop(
             grad_in = None
             left = dependencies[target] - 1
             dependencies[target] = left
-            if left == 0 and (target in arrived or _must_run(target)):
-                heapq.heappush(ready, (-target.seq, next(tie), target))
-            elif left == 0:
-                _skip(target, dependencies, arrived, ready, tie)
-
-
-def _apply(
-    node: Node, grads: Grads, needs: Sequence[bool], anomaly: bool
-) -> Sequence[Tensor | None]:
-    if not anomaly:
-        return node.apply(grads, needs)
-    return _apply_with_anomaly_detection(node, grads, needs)
+            if left == 0:
+                if target not in arrived and not _must_run(target):
+                    _skip(target, dependencies, arrived, ready, tie)
+                elif ready or following is not None:
+                    heapq.heappush(ready, (-target.seq, next(tie), target))
+                else:
+                    following = target
+        if following is not None and ready:
+            heapq.heappush(ready, (-following.seq, next(tie), following))
+            following = None
 
 
 def _must_run(node: Node) -> bool:
@@ -407,7 +410,7 @@ def _at(node: Node) -> str:
 
 
 def _apply_with_anomaly_detection(
-    node: Node, grads: Grads, needs: Sequence[bool]
+    node: Node, grads: Grads, needs: Sequence[bool] | None
 ) -> Sequence[Tensor | None]:
     """As `node.apply`, but an error or a NaN names the line of forward code it comes from."""
     try:

@@ -25,7 +25,7 @@ from .errors import OutsideRecordError, describe
 
 _T = TypeVar("_T")
 
-_sequence = itertools.count()
+next_sequence: Callable[[], int] = itertools.count().__next__
 
 # One step of user code: the code object and the offset in it; resolved to file:line when shown.
 Location = tuple[Any, int]
@@ -89,18 +89,19 @@ class Node:
     def __init__(self, edges: Sequence[Edge | None], outputs: int = 1) -> None:
         self.edges = edges
         self.outputs = outputs
-        self.seq: float = next(_sequence)
+        self.seq: float = next_sequence()
         self.hooks: NodeHooks | None = None
         self.where: Location | None = None
         self._metadata: dict[str, Any] | None = None
 
     def apply(
-        self, grads: list[Tensor | None], needs: Sequence[bool]
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None
     ) -> Sequence[Tensor | None]:
         """Gradients of the inputs (one for each edge), given those of the outputs.
 
-        `grads` has one entry an output, None where it is zero. `needs` says which edges want a
-        gradient; the others may be None.
+        `grads` has one entry an output, None where it is zero; it may be emptied, so that a
+        gradient lives no longer than it is used. `needs` says which edges want a gradient (None:
+        every edge that is there); the others may be None.
         """
         raise NotImplementedError
 
@@ -174,7 +175,7 @@ class AccumulateNode(Node):
         return "torch::autograd::AccumulateGrad"
 
     def apply(
-        self, grads: list[Tensor | None], needs: Sequence[bool]
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None
     ) -> Sequence[Tensor | None]:
         grad = grads[0]
         if grad is not None:

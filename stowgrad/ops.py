@@ -26,14 +26,19 @@ class Kind(enum.Enum):
     OUT = "out="
 
 
+def _unset(*args: Any) -> Any:
+    raise AssertionError("an entry without a kernel")
+
+
 class Entry:
     """How one overload is recorded.
 
     `touches_views`: its kernel makes views or changes tensors in place, so the native bookkeeping
     of both must be on around it. `composite`: the op can be taken apart into others.
+    `fast`: its rule, if `Recorder._record_fast` can record it. `call`: what runs the kernel.
     """
 
-    __slots__ = ("composite", "handler", "inplace", "kind", "name", "rule", "touches_views")
+    __slots__ = ("call", "composite", "fast", "handler", "inplace", "kind", "name", "rule", "touches_views")
 
     def __init__(self, name: str, kind: Kind) -> None:
         self.name = name
@@ -43,7 +48,25 @@ class Entry:
         self.touches_views = False
         self.composite = False
         self.handler: Callable[..., Any] | None = None
+        self.fast: Rule | None = None
+        self.call: Callable[..., Any] = _unset
 
+
+# Python's own bindings of these cost a third less to call than the overload, with the same result.
+_aten = torch.ops.aten
+_quick_calls: dict[Any, Callable[..., Any]] = {
+    _aten.add.Tensor: torch.add,
+    _aten.sub.Tensor: torch.sub,
+    _aten.mul.Tensor: torch.mul,
+    _aten.div.Tensor: torch.div,
+    _aten.neg.default: torch.neg,
+    _aten.exp.default: torch.exp,
+    _aten.tanh.default: torch.tanh,
+    _aten.sigmoid.default: torch.sigmoid,
+    _aten.relu.default: torch.relu,
+    _aten.mm.default: torch.mm,
+    _aten.bmm.default: torch.bmm,
+}
 
 _entries: dict[Any, Entry] = {}
 SPECIAL: dict[Any, Callable[..., Any]] = {}  # overload -> handler(recorder, entry, func, args, kwargs)
@@ -79,6 +102,10 @@ def _resolve(func: Any) -> Entry:
     if rule is not None:
         rule.prepare()
         entry.kind, entry.rule = Kind.RULE, rule
+        if rule.simple and len(schema.returns) == 1 and not entry.touches_views:
+            if len(rule.wrt) == len(rule.tensor_args):
+                entry.fast = rule
+                entry.call = _quick_calls.get(func, func)
     elif any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
         entry.kind = Kind.OUT
     elif func in NONDIFFERENTIABLE or not any("Tensor" in str(r.type) for r in schema.returns):

@@ -28,18 +28,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _private, engine, graph
 from .errors import InPlaceError, NotDifferentiableError, describe
-from .graph import AccumulateNode, Edge, Location, Node, attach, leaf_edge, seam
-from .ops import Entry, Kind, entry_of
-from .rules.table import _FACTS, RuleNode
+from .graph import AccumulateNode, Edge, Location, Node, _outside, attach, leaf_edge, seam
+from .ops import Entry, Kind, _entries, entry_of
+from .rules.table import _FACTS, Plan, Rule, RuleNode
 from .saved import SavedTensor
 
 _tracked = _private.native_requires_grad
+_set_tracked = _private.set_native_requires_grad
+_set_hooks = _private.set_native_hooks
 _grad_enabled = _private.grad_enabled
+_DIFFERENTIABLE = frozenset(
+    d
+    for d in vars(torch).values()
+    if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
+)
+anomaly_enabled = torch.is_anomaly_enabled
 _include = _private.include_view_tracking
 _exclude = _private.exclude_view_tracking
 
 _PACKAGE_DIR = __file__.rpartition("/")[0] + "/"
 _internal_files: dict[str, bool] = {}
+
+
+def _is_internal(name: str) -> bool:
+    found = name.startswith((_private.TORCH_DIR, _PACKAGE_DIR, "<frozen"))
+    _internal_files[name] = found
+    return found
 
 
 def user_location() -> Location | None:
@@ -50,8 +64,7 @@ def user_location() -> Location | None:
         name = code.co_filename
         internal = _internal_files.get(name)
         if internal is None:
-            internal = name.startswith((_private.TORCH_DIR, _PACKAGE_DIR, "<frozen"))
-            _internal_files[name] = internal
+            internal = _is_internal(name)
         if not internal:
             return code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]
@@ -70,10 +83,15 @@ class Recorder(TorchDispatchMode):
     def _dispatch(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        entry = entry_of(func)
-        if kwargs is None:
-            kwargs = {}
-        if _grad_enabled() and entry.kind is not Kind.PLAIN:
+        entry = _entries.get(func)
+        if entry is None:
+            entry = entry_of(func)
+        if entry.kind is not Kind.PLAIN and _grad_enabled():
+            if not kwargs:
+                rule = entry.fast
+                if rule is not None:
+                    return self._record_fast(entry, rule, args)
+                kwargs = {}
             count = 0
             for a in args:
                 if isinstance(a, Tensor):
@@ -83,17 +101,18 @@ class Recorder(TorchDispatchMode):
                     for b in a:
                         if isinstance(b, Tensor) and _tracked(b):
                             count += 1
-            if kwargs:
-                for a in kwargs.values():
-                    if isinstance(a, Tensor):
-                        if _tracked(a):
+            for a in kwargs.values():
+                if isinstance(a, Tensor):
+                    if _tracked(a):
+                        count += 1
+                elif type(a) is list or type(a) is tuple:
+                    for b in a:
+                        if isinstance(b, Tensor) and _tracked(b):
                             count += 1
-                    elif type(a) is list or type(a) is tuple:
-                        for b in a:
-                            if isinstance(b, Tensor) and _tracked(b):
-                                count += 1
             if count:
                 return self._record(entry, func, args, kwargs, count)
+        elif kwargs is None:
+            kwargs = {}
         if entry.touches_views:
             if entry.composite and _private.mode_count():
                 return self.decompose(func, args, kwargs)
@@ -103,6 +122,70 @@ class Recorder(TorchDispatchMode):
             finally:
                 _exclude()
         return func(*args, **kwargs)
+
+    def _record_fast(self, entry: Entry, rule: Rule, args: Any) -> Any:
+        """As `_record_rule`, for the plainest case: tensor arguments that all have a formula, one
+        new tensor as result, no view, no keyword. Most ops of a model; no step here is spare."""
+        edges: list[Edge | None] = []
+        mask = 0
+        bit = 1
+        given = len(args)
+        for position in rule.wrt_positions:
+            if position < given:
+                a = args[position]
+                if isinstance(a, Tensor) and _tracked(a):
+                    edge = getattr(a, "_stowgrad", None)
+                    if edge is None or edge.version is not None:
+                        edge = gradient_edge(a)
+                    edges.append(edge)
+                    mask |= bit
+                else:
+                    edges.append(None)
+            else:
+                edges.append(None)
+            bit <<= 1
+        if not mask:
+            return entry.call(*args)
+        if self.ops is not None:
+            self.ops[rule.op] = self.ops.get(rule.op, 0) + 1
+        plan = rule._plans.get(mask)
+        if plan is None:
+            plan = rule.plan(mask)
+        node = RuleNode(rule, mask, edges, plan, 1)
+
+        frame = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            internal = _internal_files.get(code.co_filename)
+            if internal is None:
+                internal = _is_internal(code.co_filename)
+            if not internal:
+                node.where = code, frame.f_lasti
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        if anomaly_enabled():
+            note_traceback(node)
+
+        saved: list[Any] = []
+        for name, position, index in plan.fast_inputs:
+            value = args[position] if position < given else None
+            if isinstance(value, Tensor):
+                edge = edges[index] if index >= 0 else None
+                saved.append(SavedTensor(value, name, rule.name, node.where, None, edge))
+            else:
+                saved.append(value)
+        if plan.facts or plan.scalars:
+            node.values = _values(rule, plan, args, {})
+        out = entry.call(*args)
+        for name in plan.outputs:
+            saved.append(SavedTensor(out, name, rule.name, node.where, 0))
+        node.saved = saved
+        dtype = out.dtype
+        if dtype in _DIFFERENTIABLE:
+            out._stowgrad = Edge(node, 0, out.shape, dtype)
+            _set_tracked(out, True)
+            _set_hooks(out, _outside)
+        return out
 
     def _record(
         self, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any], count: int
@@ -126,10 +209,7 @@ class Recorder(TorchDispatchMode):
     def decompose(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a composite op as its parts, each of which is recorded on its own."""
         with self.on():
-            result = func.decompose(*args, **kwargs)
-        if result is NotImplemented:
-            raise NotDifferentiableError(f"{func} has no decomposition and no rule")
-        return result
+            return _private.run_parts(func, args, kwargs)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -205,7 +285,7 @@ class Recorder(TorchDispatchMode):
         node = RuleNode(rule, mask, edges, plan, 1)
         node.edge_counts = counts
         node.where = where = user_location()
-        if torch.is_anomaly_enabled():
+        if anomaly_enabled():
             note_traceback(node)
         saved: list[Any] = []
         for name in plan.inputs:
@@ -228,21 +308,7 @@ class Recorder(TorchDispatchMode):
             else:
                 saved.append(value)
         if plan.facts or plan.scalars:
-            values = node.values = {}
-            for name in plan.scalars:
-                position = rule.position[name]
-                if position < given:
-                    values[name] = args[position]
-                elif name in kwargs:
-                    values[name] = kwargs[name]
-            for key, name, fact in plan.facts:
-                value = rule.argument(name, args, kwargs)
-                if isinstance(value, Tensor):
-                    values[key] = _FACTS[fact](value)
-                elif isinstance(value, (list, tuple)):
-                    values[key] = [_FACTS[fact](b) if isinstance(b, Tensor) else None for b in value]
-                else:
-                    values[key] = None
+            node.values = _values(rule, plan, args, kwargs)
 
         if rule.forward is None:
             if entry.touches_views:
@@ -344,6 +410,27 @@ class Recorder(TorchDispatchMode):
 # Assigned rather than defined in the class body: TorchDispatchMode wraps a method defined there in
 # two more frames that keep torch.compile out, at a sixth of the recorder's whole cost.
 Recorder.__torch_dispatch__ = Recorder._dispatch  # type: ignore[method-assign,assignment]
+
+
+def _values(rule: Rule, plan: Plan, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The plain arguments and the facts of tensors that a rule's formulas read."""
+    given = len(args)
+    values = {}
+    for name in plan.scalars:
+        position = rule.position[name]
+        if position < given:
+            values[name] = args[position]
+        elif name in kwargs:
+            values[name] = kwargs[name]
+    for key, name, fact in plan.facts:
+        value = rule.argument(name, args, kwargs)
+        if isinstance(value, Tensor):
+            values[key] = _FACTS[fact](value)
+        elif isinstance(value, (list, tuple)):
+            values[key] = [_FACTS[fact](b) if isinstance(b, Tensor) else None for b in value]
+        else:
+            values[key] = None
+    return values
 
 
 def note_traceback(node: Node) -> None:
@@ -555,8 +642,10 @@ class CopySlices(Node):
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
     def apply(
-        self, grads: list[Tensor | None], needs: Sequence[bool]
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None
     ) -> Sequence[Tensor | None]:
+        if needs is None:
+            needs = [e is not None for e in self.edges]
         g = grads[0]
         if g is None:
             return [None] * len(self.edges)

@@ -224,8 +224,8 @@ class SavedTensor:
         place since, HookError if `unpack` did not return such a tensor.
         """
         pair = self._pair
-        data = self._data
         if pair is None:
+            data = self._data
             if data is None:
                 raise self._released()
             if data._version != self._version:
@@ -361,8 +361,9 @@ class SavedTensor:
 
     def release(self) -> None:
         """Let go of the tensor or of what `pack` made of it. Further use raises."""
-        self._data = self._pair = self._edge = None
-        self._packed = self._probe = self._info = None
+        self._data = self._edge = None
+        if self._pair is not None:
+            self._pair = self._packed = self._probe = self._info = None
 
     def _released(self) -> GraphFreedError:
         return GraphFreedError(

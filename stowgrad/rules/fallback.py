@@ -34,7 +34,7 @@ class FallbackNode(Node):
     def name(self) -> str:
         return f"Fallback[{self.op}]"
 
-    def apply(self, grads: list[Tensor | None], needs: Sequence[bool]) -> Sequence[Tensor | None]:
+    def apply(self, grads: list[Tensor | None], needs: Sequence[bool] | None) -> Sequence[Tensor | None]:
         from ..errors import GraphFreedError
 
         if self.saved is None:
@@ -47,7 +47,7 @@ class FallbackNode(Node):
         leaves = [
             s.unpack(self, create_graph) if isinstance(s, SavedTensor) else s for s in self.saved
         ]
-        wanted = [p for p, need in zip(self.positions, needs, strict=True) if need]
+        wanted = [p for i, p in enumerate(self.positions) if needs is None or needs[i]]
         present = [i for i, g in enumerate(grads) if g is not None]
         if not present or not wanted:
             return [None] * len(self.edges)
@@ -142,7 +142,7 @@ class NativeGraphNode(Node):
     def name(self) -> str:
         return f"FallbackBackward[{self.op}]"
 
-    def apply(self, grads: list[Tensor | None], needs: Sequence[bool]) -> Sequence[Tensor | None]:
+    def apply(self, grads: list[Tensor | None], needs: Sequence[bool] | None) -> Sequence[Tensor | None]:
         pairs = [
             (o, g) for o, g in zip(self.native_outputs, grads, strict=True)
             if g is not None and o is not None and _private.native_requires_grad(o)

@@ -32,10 +32,11 @@ from torch import Tensor
 
 from .. import _private
 from ..errors import GraphFreedError
-from ..graph import Edge, Node
+from ..graph import Edge, Node, next_sequence
 from ..saved import SavedTensor
 
 Formula = Callable[..., Any]
+grad_enabled = _private.grad_enabled
 
 RULES: dict[Any, Rule] = {}  # OpOverload -> Rule
 NONDIFFERENTIABLE: set[Any] = set()  # overloads whose results never need gradients
@@ -157,7 +158,9 @@ class Rule:
 class Plan:
     """What one rule saves for one set of needed arguments."""
 
-    __slots__ = ("facts", "index", "inputs", "kept", "outputs", "scalars")
+    __slots__ = (
+        "facts", "fast_inputs", "formulas", "index", "inputs", "kept", "outputs", "scalars",
+    )  # fmt: skip
 
     def __init__(self, rule: Rule, mask: int) -> None:
         needed = [n for bit, n in enumerate(rule.wrt) if mask >> bit & 1]
@@ -190,6 +193,16 @@ class Plan:
         self.scalars = [n for n in rule.arguments if n in rule.scalar_names and (read is None or n in read)]
         names = self.inputs + self.outputs + self.kept
         self.index = {name: i for i, name in enumerate(names)}
+        # for each saved argument: its name, its position, and which edge it has (-1: none)
+        self.fast_inputs = [
+            (n, rule.position[n], rule.wrt.index(n) if n in rule.wrt else -1) for n in self.inputs
+        ]
+        # the formula of each argument that needs a gradient, None for the others
+        self.formulas: tuple[Formula | None, ...] | None = None
+        if rule.function is None and not rule.has_lists:
+            self.formulas = tuple(
+                rule.formulas[n] if mask >> bit & 1 else None for bit, n in enumerate(rule.wrt)
+            )
 
 
 def _names_read(function: Formula) -> set[str] | None:
@@ -233,7 +246,16 @@ class Frame:
         self._node = node
 
     def __getattr__(self, name: str) -> Any:
-        value = self._node.read(name)
+        node = self._node
+        index = node.plan.index.get(name)
+        if index is not None and node.saved is not None:
+            entry = node.saved[index]
+            if type(entry) is SavedTensor:
+                value = entry.unpack(node, grad_enabled())
+            else:
+                value = node.read(name)
+        else:
+            value = node.read(name)
         self.__dict__[name] = value
         return value
 
@@ -251,7 +273,13 @@ class RuleNode(Node):
         plan: Plan,
         outputs: int,
     ) -> None:
-        super().__init__(edges, outputs)
+        # Node.__init__, written out: one of these is made for every op of a forward pass
+        self.edges = edges
+        self.outputs = outputs
+        self.seq = next_sequence()
+        self.hooks = None
+        self.where = None
+        self._metadata = None
         self.rule = rule
         self.mask = mask
         self.plan = plan
@@ -290,7 +318,7 @@ class RuleNode(Node):
         return entry
 
     def apply(
-        self, grads: list[Tensor | None], needs: Sequence[bool]
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None
     ) -> Sequence[Tensor | None]:
         rule = self.rule
         if self.saved is None:
@@ -304,11 +332,16 @@ class RuleNode(Node):
             g = tuple(grads)
         grads.clear()
         frame = Frame(self)
-        if rule.function is None and not rule.has_lists:
+        formulas = self.plan.formulas
+        if formulas is not None:
+            if needs is None:
+                return [None if f is None else f(g, frame) for f in formulas]
             return [
-                rule.formulas[name](g, frame) if need else None
-                for name, need in zip(rule.wrt, needs, strict=True)
+                f(g, frame) if f is not None and need else None
+                for f, need in zip(formulas, needs, strict=True)
             ]
+        if needs is None:
+            needs = [e is not None for e in self.edges]
         return self._apply_general(rule, g, frame, needs)
 
     def _apply_general(
@@ -344,7 +377,7 @@ class RuleNode(Node):
         saved = self.saved
         if saved:
             for entry in saved:
-                if isinstance(entry, SavedTensor):
+                if type(entry) is SavedTensor:
                     entry.release()
                 elif isinstance(entry, (list, tuple)):
                     for e in entry:
