@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._prims_common as _prims_common
 import torch.utils._python_dispatch as _python_dispatch
 from torch import Tensor
 
@@ -20,14 +21,18 @@ TORCH_DIR = os.path.dirname(torch.__file__)
 
 # The native getters and setters, taken before anything can rebind the public names. They read the
 # C++ flag; the public properties are ours while recording.
-native_requires_grad: Callable[[Tensor], bool] = torch._C.TensorBase.requires_grad.__get__
-set_native_requires_grad: Callable[[Tensor, bool], None] = torch._C.TensorBase.requires_grad.__set__
-native_grad_fn: Callable[[Tensor], Any] = torch._C.TensorBase.grad_fn.__get__
-native_is_leaf: Callable[[Tensor], bool] = torch._C.TensorBase.is_leaf.__get__
-set_native_hooks: Callable[[Tensor, Any], None] = torch._C.TensorBase._backward_hooks.__set__
-native_hooks: Callable[[Tensor], Any] = torch._C.TensorBase._backward_hooks.__get__
+_native: Any = vars(torch._C.TensorBase)
+native_requires_grad: Callable[[Tensor], bool] = _native["requires_grad"].__get__
+set_native_requires_grad: Callable[[Tensor, bool], None] = _native["requires_grad"].__set__
+native_grad_fn: Callable[[Tensor], Any] = _native["grad_fn"].__get__
+native_is_leaf: Callable[[Tensor], bool] = _native["is_leaf"].__get__
+set_native_hooks: Callable[[Tensor, Any], None] = _native["_backward_hooks"].__set__
+native_hooks: Callable[[Tensor], Any] = _native["_backward_hooks"].__get__
+# The view of a tensor, made anew on another base; the public ways to make views need the ops.
+replay_view: Callable[[Tensor, Tensor], Tensor] = _native["_view_func"]
+_use_count: Callable[[Tensor], int] = _native["_use_count"]
 
-grad_enabled = torch._C.is_grad_enabled if hasattr(torch._C, "is_grad_enabled") else torch.is_grad_enabled
+grad_enabled = torch.is_grad_enabled
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # the public one is a class
 
 # Why: PyTorch's autograd is a dispatch key, and no public switch leaves it out while grad mode
@@ -117,7 +122,7 @@ def _storage_count(tensor: Tensor) -> int:
 
 
 _ALONE_STORAGE = _storage_count(torch.empty(1))
-_ALONE_TENSOR = torch.empty(1)._use_count()
+_ALONE_TENSOR = _use_count(torch.empty(1))
 
 
 def unshared(tensor: Tensor, names: int) -> bool:
@@ -126,7 +131,7 @@ def unshared(tensor: Tensor, names: int) -> bool:
     Why: taking over a gradient, or adding to it in place, is safe only when nobody else can see
     it, and reference counts are the only ones who know.
     """
-    return sys.getrefcount(tensor) <= names + 2 and tensor._use_count() <= _ALONE_TENSOR
+    return sys.getrefcount(tensor) <= names + 2 and _use_count(tensor) <= _ALONE_TENSOR
 
 
 def unshared_storage(tensor: Tensor) -> bool:
@@ -134,9 +139,13 @@ def unshared_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and _storage_count(tensor) <= _ALONE_STORAGE
 
 
+# Renamed between releases.
+_gapless = getattr(_prims_common, "is_non_overlapping_and_dense_or_false", None) or _prims_common.is_non_overlapping_and_dense
+
+
 def dense(tensor: Tensor) -> bool:
     """Whether the elements fill a block of memory without gaps or overlap, in any order."""
-    return tensor.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense(tensor)
+    return tensor.is_contiguous() or bool(_gapless(tensor))
 
 
 @contextmanager

@@ -30,9 +30,7 @@ def backward(
     Semantics: torch.autograd.backward.
     """
     with record():
-        torch.autograd.backward(
-            tensors, grad_tensors, retain_graph, create_graph, inputs=inputs
-        )
+        torch.autograd.backward(tensors, grad_tensors, retain_graph, create_graph, inputs=inputs)
 
 
 def grad(
@@ -53,7 +51,8 @@ def grad(
     as in `backward`. Semantics: torch.autograd.grad.
     """
     with record():
-        return torch.autograd.grad(
+        run: Any = torch.autograd.grad  # its annotations are narrower than what it takes
+        return run(
             outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused,
             is_grads_batched, materialize_grads,
         )  # fmt: skip

@@ -38,7 +38,9 @@ class Entry:
     `fast`: its rule, if `Recorder._record_fast` can record it. `call`: what runs the kernel.
     """
 
-    __slots__ = ("call", "composite", "fast", "handler", "inplace", "kind", "name", "rule", "touches_views")
+    __slots__ = (
+        "call", "composite", "fast", "handler", "inplace", "kind", "name", "rule", "touches_views",
+    )  # fmt: skip
 
     def __init__(self, name: str, kind: Kind) -> None:
         self.name = name
@@ -69,7 +71,8 @@ _quick_calls: dict[Any, Callable[..., Any]] = {
 }
 
 _entries: dict[Any, Entry] = {}
-SPECIAL: dict[Any, Callable[..., Any]] = {}  # overload -> handler(recorder, entry, func, args, kwargs)
+# overload -> handler(recorder, entry, func, args, kwargs)
+SPECIAL: dict[Any, Callable[..., Any]] = {}
 
 
 def entry_of(func: Any) -> Entry:
@@ -106,7 +109,7 @@ def _resolve(func: Any) -> Entry:
             if len(rule.wrt) == len(rule.tensor_args):
                 entry.fast = rule
                 entry.call = _quick_calls.get(func, func)
-    elif any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+    elif any(a.kwarg_only for a in written):
         entry.kind = Kind.OUT
     elif func in NONDIFFERENTIABLE or not any("Tensor" in str(r.type) for r in schema.returns):
         entry.kind = Kind.PLAIN

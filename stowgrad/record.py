@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _private, engine, graph
-from .errors import InPlaceError, NotDifferentiableError, describe
+from .errors import GradientError, InPlaceError, NotDifferentiableError, describe
 from .graph import AccumulateNode, Edge, Location, Node, _outside, attach, leaf_edge, seam
 from .ops import Entry, Kind, _entries, entry_of
 from .rules.table import _FACTS, Plan, Rule, RuleNode
@@ -323,11 +323,17 @@ class Recorder(TorchDispatchMode):
             out = self._run_forward(rule, plan, node, saved, args, kwargs)
 
         if target is not None:
+            if rule.forward is not None and out is not target:
+                _include()
+                try:
+                    target.copy_(out)
+                finally:
+                    _exclude()
             for name in plan.outputs:
                 saved.append(SavedTensor(target, name, rule.name, where, 0))
             node.saved = saved
             rebase(target, node, rule.wrt.index(rule.arguments[0]))
-            return out
+            return target
         if isinstance(out, Tensor):
             for name in plan.outputs:
                 saved.append(SavedTensor(out, name, rule.name, where, 0))
@@ -492,7 +498,7 @@ def _replay_view(view: Tensor) -> Edge:
         raise InPlaceError(_replay_message(meta, view))
     recorder = current_recorder()
     with torch.enable_grad(), recorder.on():
-        fresh = view._view_func(base)
+        fresh = _private.replay_view(view, base)
     found = gradient_edge(fresh)
     edge = Edge(found.node, found.index, found.shape, found.dtype, view._version)
     attach(view, edge)
@@ -621,7 +627,8 @@ class CopySlices(Node):
         self.inner = inner
         self._self_index = self_index
         self._base_geometry = (base.shape, base.stride())
-        self._view_geometry = (view.shape, view.stride(), view.storage_offset() - base.storage_offset())
+        offset = view.storage_offset() - base.storage_offset()
+        self._view_geometry = (view.shape, view.stride(), offset)
         self._view_meta: Tensor | None = None
         plain = view.dtype == base.dtype and not (
             view.is_conj() or view.is_neg() or base.is_conj() or base.is_neg()
@@ -629,15 +636,14 @@ class CopySlices(Node):
         if not plain:  # replay the view rather than describe it by strides
             like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
             with torch.no_grad():
-                self._view_meta = view._view_func(like)
+                self._view_meta = _private.replay_view(view, like)
 
     def name(self) -> str:
         return "CopySlices"
 
     def _view(self, base: Tensor) -> Tensor:
         if self._view_meta is not None:
-            result: Tensor = self._view_meta._view_func(base)
-            return result
+            return _private.replay_view(self._view_meta, base)
         shape, stride, offset = self._view_geometry
         return base.as_strided(shape, stride, base.storage_offset() + offset)
 
@@ -800,7 +806,7 @@ def run_backward(
         if isinstance(output, Tensor):
             edge = gradient_edge(output) if output.requires_grad else None
             if grad is None and edge is not None:
-                raise engine.GradientError("a root without a gradient")
+                raise GradientError("a root without a gradient")
             engine.check_root(edge, grad, output)  # type: ignore[arg-type]
         else:
             edge = edge_of_public(output)

@@ -295,10 +295,11 @@ class SavedTensor:
     def remove_hooks(self) -> None:
         """Unpack and keep the plain tensor from here on."""
         if self._pair is not None:
-            data = self._call_unpack(self._pair)
-            self._data, self._pair, self._packed = data, None, None
+            self._data = self._call_unpack(self._pair)
+            self._version = self._data._version
+            self._packed = self._info = None
+            self._pair = None
             self._probe = None
-            self._version = data._version
 
     def _pack(self, tensor: Tensor, pair: HookPair) -> None:
         # Metadata first: once `pack` has returned, nothing here refers to the tensor.
@@ -361,9 +362,12 @@ class SavedTensor:
 
     def release(self) -> None:
         """Let go of the tensor or of what `pack` made of it. Further use raises."""
-        self._data = self._edge = None
+        self._data = None
+        self._edge = None
         if self._pair is not None:
-            self._pair = self._packed = self._probe = self._info = None
+            self._packed = self._info = None
+            self._pair = None
+            self._probe = None
 
     def _released(self) -> GraphFreedError:
         return GraphFreedError(

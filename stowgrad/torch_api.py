@@ -82,7 +82,7 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (C._autograd, "_pop_saved_tensors_default_hooks", _here(saved.pop_hooks)),
         (C._autograd, "_saved_tensors_hooks_disable", _here(_disable)),
         (C._autograd, "_saved_tensors_hooks_enable", _here(saved.enable_hooks)),
-        (C._autograd, "_saved_tensors_hooks_is_enabled", _here(lambda: saved.hooks.disabled is None)),
+        (C._autograd, "_saved_tensors_hooks_is_enabled", _here(_enabled)),
         (
             C._autograd,
             "_saved_tensors_hooks_get_disabled_error_message",
@@ -265,6 +265,10 @@ def _will_execute(node: Any) -> bool:
     if node not in task.reachable:
         return False
     return task.needed is None or node in task.needed
+
+
+def _enabled() -> bool:
+    return saved.hooks.disabled is None
 
 
 def _disable(message: str, fail_if_non_empty: bool = True) -> None:

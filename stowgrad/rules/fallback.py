@@ -2,15 +2,16 @@
 
 The forward runs the kernel as ever and saves the op's tensor inputs (hooks apply to them). The
 backward unpacks them, runs that one op again with PyTorch's autograd on, and asks it for the
-gradient. With create_graph, the gradient itself is differentiable: it is a node of the same kind,
-whose forward was PyTorch's backward. Costs one more run of the op, and the memory of its inputs.
+gradient. With create_graph the gradient is the output of a node of ours that keeps PyTorch's graph
+of that one op and differentiates it again, to any order. Costs two more runs of the op (one, in
+the forward, to learn which results have a gradient) and the memory of its inputs.
 
-`stowgrad ops` lists what falls back; `torch.autograd` decides what is differentiable.
+`stowgrad ops` lists what falls back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,42 +20,67 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import _private
-from ..errors import NotDifferentiableError, describe
+from ..errors import GraphFreedError, NotDifferentiableError, describe
 from ..graph import Edge, Node, attach
 from ..saved import SavedTensor
 
-_differentiable_outputs: dict[Any, bool] = {}
+_tracked = _private.native_requires_grad
 
 
 class FallbackNode(Node):
     """Backward by re-running one op under PyTorch's autograd."""
 
-    __slots__ = ("func", "metas", "op", "positions", "rng", "saved", "spec")
+    __slots__ = ("func", "op", "positions", "rng", "saved", "spec")
+
+    saved: list[Any] | None
+
+    def __init__(
+        self,
+        op: str,
+        func: Any,
+        edges: Sequence[Edge],
+        positions: list[int],
+        spec: Any,
+        rng: Tensor | None,
+    ) -> None:
+        super().__init__(edges)
+        self.op = op
+        self.func = func
+        self.positions = positions  # of the tracked tensors among the flattened arguments
+        self.spec = spec
+        self.rng = rng
+        self.saved = None
 
     def name(self) -> str:
         return f"Fallback[{self.op}]"
 
-    def apply(self, grads: list[Tensor | None], needs: Sequence[bool] | None) -> Sequence[Tensor | None]:
-        from ..errors import GraphFreedError
+    def run_native(self, leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
+        """The op under PyTorch's autograd: its results, and the leaves that have gradients."""
+        tracked = set(self.positions)
+        fresh = [
+            x.detach().requires_grad_(i in tracked) if isinstance(x, Tensor) else x
+            for i, x in enumerate(leaves)
+        ]
+        args, kwargs = tree_unflatten(fresh, self.spec)
+        out = self.func(*args, **kwargs)
+        outs = list(out) if isinstance(out, (list, tuple)) else [out]
+        return outs, [fresh[i] for i in self.positions]
 
+    def apply(
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None
+    ) -> Sequence[Tensor | None]:
         if self.saved is None:
             raise GraphFreedError(
                 "Trying to backward through the graph a second time (or directly access saved "
                 f"tensors after they have already been freed): what {self.op} saved is gone. "
                 "Specify retain_graph=True if you need to backward through the graph a second time."
             )
-        create_graph = torch.is_grad_enabled()
         leaves = [
-            s.unpack(self, create_graph) if isinstance(s, SavedTensor) else s for s in self.saved
+            s.unpack(self, graph=False) if isinstance(s, SavedTensor) else s for s in self.saved
         ]
-        wanted = [p for i, p in enumerate(self.positions) if needs is None or needs[i]]
-        present = [i for i, g in enumerate(grads) if g is not None]
-        if not present or not wanted:
-            return [None] * len(self.edges)
-        outputs = [grads[i] for i in present]
-        results = _vjp_node(self, leaves, wanted, present, outputs, create_graph)
-        found = dict(zip(wanted, results, strict=True))
-        return [found.get(p) for p in self.positions]
+        with native_autograd(self.rng):
+            outs, inputs = self.run_native(leaves)
+        return _native_gradients(self.op, outs, inputs, self.edges, grads)
 
     def release(self) -> None:
         for s in self.saved or ():
@@ -63,113 +89,90 @@ class FallbackNode(Node):
         self.saved = None
 
 
-def _native_vjp(
-    node: FallbackNode,
-    leaves: list[Any],
-    wanted: list[int],
-    present: list[int],
-    grads: list[Tensor],
-    create_graph: bool = False,
-) -> tuple[list[Any], Any]:
-    """The gradients by PyTorch's own autograd; with create_graph, also its inputs and outputs."""
-    with native_autograd(node.rng):
-        fresh = [
-            x.detach().requires_grad_(True)
-            if isinstance(x, Tensor) and (i in wanted or (create_graph and _private.native_requires_grad(x)))
-            else (x.detach() if isinstance(x, Tensor) else x)
-            for i, x in enumerate(leaves)
-        ]
-        seeds = [g.detach().requires_grad_(create_graph) for g in grads]
-        args, kwargs = tree_unflatten(fresh, node.spec)
-        out = node.func(*args, **kwargs)
-        outs = list(out) if isinstance(out, (list, tuple)) else [out]
-        chosen = [outs[i] for i in present]
-        usable = [k for k, o in enumerate(chosen) if o.requires_grad]
-        if not usable:
-            return [None] * len(wanted), (fresh, seeds)
-        results = torch.autograd.grad(
-            [chosen[k] for k in usable],
-            [fresh[p] for p in wanted],
-            [seeds[k] for k in usable],
-            create_graph=create_graph,
-            allow_unused=True,
-        )
-    return list(results), (fresh, seeds)
-
-
-def _vjp_node(
-    node: FallbackNode,
-    leaves: list[Any],
-    wanted: list[int],
-    present: list[int],
-    grads: list[Any],
-    create_graph: bool,
-) -> list[Any]:
-    if not create_graph:
-        return _native_vjp(node, leaves, wanted, present, grads)[0]
-    from ..record import gradient_edge
-
-    with torch.enable_grad():
-        results, (fresh, seeds) = _native_vjp(node, leaves, wanted, present, grads, True)
-    sources = [x for x in leaves if isinstance(x, Tensor) and _private.native_requires_grad(x)]
-    natives = [f for x, f in zip(leaves, fresh, strict=True) if isinstance(x, Tensor) and _private.native_requires_grad(x)]
-    for g, s in zip(grads, seeds, strict=True):
-        if _private.native_requires_grad(g):
-            sources.append(g)
-            natives.append(s)
-    second = NativeGraphNode([gradient_edge(x) for x in sources], len(results))
-    second.op = node.op
-    second.native_outputs = results
-    second.native_inputs = natives
-    out: list[Any] = []
-    for i, r in enumerate(results):
-        if r is None:
-            out.append(None)
-            continue
-        plain = r.detach()
-        if _private.native_grad_fn(r) is not None or _private.native_requires_grad(r):
-            attach(plain, Edge(second, i, plain.shape, plain.dtype))
-        out.append(plain)
-    return out
-
-
 class NativeGraphNode(Node):
-    """A piece of graph that PyTorch's autograd holds: the second and higher derivatives of an op
-    that falls back."""
+    """A piece of graph that PyTorch's autograd holds: the gradient of an op that falls back."""
 
     __slots__ = ("native_inputs", "native_outputs", "op")
+
+    def __init__(
+        self, op: str, edges: Sequence[Edge | None], outputs: Sequence[Any], inputs: Sequence[Any]
+    ) -> None:
+        super().__init__(edges, len(outputs))
+        self.op = op
+        self.native_outputs: Sequence[Any] | None = outputs
+        self.native_inputs: Sequence[Any] = inputs
 
     def name(self) -> str:
         return f"FallbackBackward[{self.op}]"
 
-    def apply(self, grads: list[Tensor | None], needs: Sequence[bool] | None) -> Sequence[Tensor | None]:
-        pairs = [
-            (o, g) for o, g in zip(self.native_outputs, grads, strict=True)
-            if g is not None and o is not None and _private.native_requires_grad(o)
-        ]  # fmt: skip
-        if not pairs:
-            return [None] * len(self.edges)
-        create_graph = torch.is_grad_enabled()
-        if create_graph:
-            raise NotDifferentiableError(
-                f"{self.op} has no rule; its fallback gives first and second derivatives, and a "
-                "third is asked for"
+    def apply(
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None
+    ) -> Sequence[Tensor | None]:
+        if self.native_outputs is None:
+            raise GraphFreedError(
+                f"Trying to backward a second time through the gradient of {self.op}, which is "
+                "freed. Specify retain_graph=True the first time."
             )
-        with native_autograd(None):
-            return list(
-                torch.autograd.grad(
-                    [o for o, _ in pairs], self.native_inputs, [g for _, g in pairs],
-                    retain_graph=True, allow_unused=True,
-                )
-            )  # fmt: skip
+        return _native_gradients(
+            self.op, self.native_outputs, self.native_inputs, self.edges, grads
+        )
 
     def release(self) -> None:
-        self.native_outputs = [None] * self.outputs
-        self.native_inputs = []
+        self.native_outputs = None
+        self.native_inputs = ()
+
+
+def _native_gradients(
+    op: str,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    edges: Sequence[Edge | None],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients of `inputs` through the graph that PyTorch holds between them and `outputs`.
+
+    `edges` are the places of `inputs` in our graph. With grad mode on (create_graph) what is
+    returned is differentiable with respect to them and to `grads`.
+    """
+    from ..record import gradient_edge
+
+    create_graph = torch.is_grad_enabled()
+    pairs = [
+        (o, g)
+        for o, g in zip(outputs, grads, strict=True)
+        if g is not None and isinstance(o, Tensor) and _tracked(o)
+    ]
+    if not pairs:
+        return [None] * len(inputs)
+    given = [g for _, g in pairs]
+    with native_autograd(None):
+        seeds = [g.detach().requires_grad_(create_graph and _tracked(g)) for g in given]
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            [o for o, _ in pairs],
+            list(inputs),
+            seeds,
+            create_graph=create_graph,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        if not create_graph:
+            return list(found)
+        plain = [None if g is None else g.detach() for g in found]
+    sources = [(s, gradient_edge(g)) for s, g in zip(seeds, given, strict=True) if _tracked(g)]
+    node = NativeGraphNode(
+        op,
+        [*edges, *(e for _, e in sources)],
+        found,
+        [*inputs, *(s for s, _ in sources)],
+    )
+    for i, (g, p) in enumerate(zip(found, plain, strict=True)):
+        if g is not None and p is not None and _tracked(g):
+            attach(p, Edge(node, i, p.shape, p.dtype))
+    return plain
 
 
 @contextmanager
-def native_autograd(rng: Any) -> Any:
+def native_autograd(rng: Tensor | None) -> Iterator[None]:
     """Within: PyTorch's own autograd, with the random state `rng` (None: as it is)."""
     from ..record import suspended
 
@@ -188,28 +191,23 @@ def record_fallback(
     """Record one op that has no rule. Raises NotDifferentiableError if it has no derivative."""
     from ..record import gradient_edge, user_location
 
-    if entry.inplace or entry.touches_views and func._schema.is_mutable:
+    if func._schema.is_mutable:
         return _record_inplace(recorder, entry, func, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     random = torch.Tag.nondeterministic_seeded in func.tags
+    positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _tracked(x)]
+    edges = [gradient_edge(leaves[p]) for p in positions]
     rng = torch.get_rng_state() if random else None
-    positions = [
-        i for i, x in enumerate(leaves)
-        if isinstance(x, Tensor) and _private.native_requires_grad(x)
-    ]  # fmt: skip
-    node = FallbackNode([gradient_edge(leaves[p]) for p in positions])
-    node.func, node.op, node.positions, node.spec, node.rng = (
-        func, entry.name, positions, spec, rng,
-    )  # fmt: skip
+    node = FallbackNode(entry.name, func, edges, positions, spec, rng)
     node.where = user_location()
-    differentiable = _probe(node, leaves, entry, func)
+    differentiable = _probe(node, leaves)
+    place = {p: e for p, e in zip(positions, edges, strict=True)}
     node.saved = [
-        SavedTensor(
-            x, f"input {i}", entry.name, node.where, None,
-            gradient_edge(x) if i in positions else None,
-        ) if isinstance(x, Tensor) else x
+        SavedTensor(x, f"input {i}", entry.name, node.where, None, place.get(i))
+        if isinstance(x, Tensor)
+        else x
         for i, x in enumerate(leaves)
-    ]  # fmt: skip
+    ]
     out = recorder.run(entry, func, args, kwargs)
     outs = list(out) if isinstance(out, (list, tuple)) else [out]
     node.outputs = len(outs)
@@ -220,25 +218,16 @@ def record_fallback(
     return out
 
 
-def _probe(node: FallbackNode, leaves: list[Any], entry: Any, func: Any) -> set[int]:
-    """Which outputs have a gradient, by PyTorch's word: a trial run whose graph is dropped.
-
-    It costs the op a second time; only ops without a rule pay it.
-    """
-    with native_autograd(node.rng):
-        fresh = [
-            x.detach().requires_grad_(i in node.positions) if isinstance(x, Tensor) else x
-            for i, x in enumerate(leaves)
-        ]
-        args, kwargs = tree_unflatten(fresh, node.spec)
-        out = func(*args, **kwargs)
-    outs = list(out) if isinstance(out, (list, tuple)) else [out]
-    found = {i for i, o in enumerate(outs) if isinstance(o, Tensor) and o.requires_grad}
-    for o in outs:
-        fn = _private.native_grad_fn(o) if isinstance(o, Tensor) and o.requires_grad else None
+def _probe(node: FallbackNode, leaves: list[Any]) -> set[int]:
+    """Which results have a gradient, by PyTorch's word: a trial run whose graph is dropped."""
+    with native_autograd(node.rng if node.rng is not None else None):
+        outs, _ = node.run_native(leaves)
+    found = {i for i, o in enumerate(outs) if isinstance(o, Tensor) and _tracked(o)}
+    for i in found:
+        fn = _private.native_grad_fn(outs[i])
         if fn is not None and fn.name() == "NotImplemented":
             raise NotDifferentiableError(
-                f"{entry.name} has no derivative, here or in PyTorch ({describe(o)})"
+                f"{node.op} has no derivative, here or in PyTorch ({describe(outs[i])})"
             )
     return found
 

@@ -45,7 +45,7 @@ _FACTS: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda t: t.shape,
     "dtype": lambda t: t.dtype,
     "device": lambda t: t.device,
-    "stride": lambda t: t.stride(),
+    "stride": lambda t: t.stride() if t.layout is torch.strided else None,
     "requires_grad": _private.native_requires_grad,
 }
 
@@ -98,9 +98,7 @@ class Rule:
             text.split() if text else (["out"] if count == 1 else [f"out{i}" for i in range(count)])
         )
         self.output_position = {name: i for i, name in enumerate(self.outputs)}
-        self.list_output = count == 1 and "[]" in str(returns[0].type) or (
-            count == 1 and str(returns[0].type).startswith("List")
-        )
+        self.list_output = count == 1 and str(returns[0].type).startswith("List")
         chosen = self._differentiable_text
         self.differentiable: frozenset[str] = frozenset(chosen.split() if chosen else self.outputs)
         self.single = len(self.differentiable) == 1 and not self.list_output
@@ -126,7 +124,7 @@ class Rule:
         for word in self._saves_text.split():
             what, _, users = word.partition(":")
             name, _, fact = what.partition(".")
-            self._saves.append((name, fact or None, frozenset(users.split(",")) if users else frozenset()))
+            self._saves.append((name, fact or None, frozenset(users.split(",") if users else ())))
         if self.function is not None:
             used = _names_read(self.function)
             self._uses = {n: used for n in names}
@@ -190,7 +188,9 @@ class Plan:
                     self.outputs.append(name)
                 else:
                     self.kept.append(name)
-        self.scalars = [n for n in rule.arguments if n in rule.scalar_names and (read is None or n in read)]
+        self.scalars = [
+            n for n in rule.arguments if n in rule.scalar_names and (read is None or n in read)
+        ]
         names = self.inputs + self.outputs + self.kept
         self.index = {name: i for i, name in enumerate(names)}
         # for each saved argument: its name, its position, and which edge it has (-1: none)
@@ -472,11 +472,12 @@ def vjp(
             wanted = set(wrt.split()) if wrt else set(formulas)
             if not wanted & names and len(overloads) > 1:
                 continue
-            rule = Rule(overload, saves, formulas, function, outputs, wrt, differentiable, forward, constant)
-            RULES[overload] = rule
+            RULES[overload] = Rule(
+                overload, saves, formulas, function, outputs, wrt, differentiable, forward, constant
+            )
             registered = True
         if not registered:
-            raise ValueError(f"no overload of {op} fits the rule (arguments {wrt or list(formulas)})")
+            raise ValueError(f"no overload of {op} has the arguments {wrt or list(formulas)}")
         return function
 
     if formulas:
