@@ -179,6 +179,7 @@ class SavedTensor:
     )  # fmt: skip
 
     _data: Tensor | None
+    _probe: Tensor | None
     _info: SavedInfo | None
 
     def __init__(
