@@ -107,7 +107,8 @@ def gradients(
     some = [g for g in first if g is not None and g.requires_grad]
     if not some:
         return values, [_plain(g) for g in first]
-    again = [torch.randn_like(g.detach()) for g in some]
+    # not randn_like, which fills in the order of g's strides, and these may differ
+    again = [torch.randn(g.shape, dtype=g.dtype, device=g.device) for g in some]
     last = torch.autograd.grad(some, [*leaves, *seeds], again, allow_unused=True)
     return values, [_plain(g) for g in [*first, *last]]
 
