@@ -140,7 +140,11 @@ def unshared_storage(tensor: Tensor) -> bool:
 
 
 # Renamed between releases.
-_gapless = getattr(_prims_common, "is_non_overlapping_and_dense_or_false", None) or _prims_common.is_non_overlapping_and_dense
+_gapless: Callable[[Tensor], Any] = next(
+    fn
+    for name, fn in vars(_prims_common).items()
+    if name in ("is_non_overlapping_and_dense_or_false", "is_non_overlapping_and_dense")
+)
 
 
 def dense(tensor: Tensor) -> bool:
