@@ -361,10 +361,6 @@ class Recorder(TorchDispatchMode):
             if isinstance(value, Tensor):
                 value = SavedTensor(value, name, rule.name, node.where)
             saved.append(value)
-        # outputs are saved after values computed by `forward`; the plan lists them before
-        if plan.outputs and plan.kept:
-            order = {n: i for i, n in enumerate(plan.inputs + plan.kept + plan.outputs)}
-            plan.index = order
         return out
 
     def _finish_many(

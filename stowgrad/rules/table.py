@@ -191,7 +191,7 @@ class Plan:
         self.scalars = [
             n for n in rule.arguments if n in rule.scalar_names and (read is None or n in read)
         ]
-        names = self.inputs + self.outputs + self.kept
+        names = self.inputs + self.kept + self.outputs  # the order in which they are saved
         self.index = {name: i for i, name in enumerate(names)}
         # for each saved argument: its name, its position, and which edge it has (-1: none)
         self.fast_inputs = [
