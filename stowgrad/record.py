@@ -575,15 +575,16 @@ def check_inplace(target: Tensor) -> None:
         )
 
 
-def rebase(target: Tensor, node: Node, self_index: int) -> None:
+def rebase(target: Tensor, node: Node, self_index: int, output: int = 0) -> None:
     """After an in-place op: `node` is the producer of what `target` holds now.
 
-    `self_index`: which of the node's edges led to the old value of `target`.
+    `self_index`: which of the node's edges led to the old value of `target`. `output`: which of
+    its outputs the new value is (for a view: the only one).
     """
     base = target._base if target._is_view() else None
     if base is None:
-        _move_retained(graph.state(target), node, target)
-        attach(target, Edge(node, 0, target.shape, target.dtype))
+        _move_retained(graph.state(target), node, target, output)
+        attach(target, Edge(node, output, target.shape, target.dtype))
         return
     old = gradient_edge(base) if _tracked(base) else None
     copy = CopySlices(old, base, target, node, self_index)
@@ -595,14 +596,14 @@ def rebase(target: Tensor, node: Node, self_index: int) -> None:
         edge.version = -1  # stale: worked out anew from the base when next used
 
 
-def _move_retained(old: Edge | None, node: Node, tensor: Tensor) -> None:
+def _move_retained(old: Edge | None, node: Node, tensor: Tensor, output: int = 0) -> None:
     """retain_grad() follows the tensor to its new producer; tensor hooks stay with the old."""
     if old is None or old.node.hooks is None:
         return
     ref = old.node.hooks.retained.get(old.index)
     if ref is not None and ref() is tensor:
         del old.node.hooks.retained[old.index]
-        node.ensure_hooks().retained[0] = ref
+        node.ensure_hooks().retained[output] = ref
 
 
 class CopySlices(Node):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _private, engine, graph, saved
+from . import _private, engine, function, graph, saved
 from .errors import OutsideRecordError, describe
 from .graph import AccumulateNode, Node
 from .record import gradient_edge, producer, recording, run_backward
@@ -75,6 +75,8 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (Tensor, "register_hook", _method(_register_hook)),
         (Tensor, "__reduce_ex__", _make_reduce),
         (torch.autograd.Variable, "_execution_engine", _Engine),
+        (torch.autograd.function._SingleLevelFunction, "apply", _make_apply),
+        (C._functions, "DelayedError", _here(function.DelayedError)),
         (C, "_current_graph_task_id", _here(_graph_task_id)),
         (C, "_current_autograd_node", _here(_current_node)),
         (C, "_will_engine_execute_node", _here(_will_execute)),
@@ -199,6 +201,20 @@ def _make_reduce(original: Any) -> Any:
             self._stowgrad = edge  # type: ignore[attr-defined]
 
     return reduce
+
+
+# -- custom functions
+
+
+def _make_apply(original: Any) -> Any:
+    native = torch._C._FunctionBase.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any) -> Any:
+        if recording():
+            return function.apply(cls, *args)
+        return native.__get__(None, cls)(*args)
+
+    return classmethod(apply)
 
 
 # -- the engine
