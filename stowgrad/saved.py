@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from . import _private
 from .errors import GraphFreedError, HookError, HooksDisabledError, SavedTensorChanged, describe
 from .graph import Edge, Location, Node, attach, call_user, locate
 
-Pack = Callable[[Tensor], Any]
+# `pack(tensor)`; or, if the function has a true attribute `wants_info`, `pack(info, tensor)`.
+Pack = Callable[..., Any]
 Unpack = Callable[[Any], Tensor]
 
 _DISABLED = (
@@ -42,11 +43,14 @@ class HookStack(threading.local):
     """The default hooks of this thread: the innermost pair is the last. A new thread starts clean.
 
     `disabled`: the message with which entering hooks fails, or None. `ignored`: saving behaves as
-    if the stack were empty, while push and pop go on as before (capture sets it).
+    if the stack were empty, while push and pop go on as before (capture sets it). `floor`: how
+    many of the pairs lie under the user's code (`stowgrad run` puts one there): they apply as any
+    other does, but code may disable hooks and cannot pop them.
     """
 
     def __init__(self) -> None:
         self.pairs: list[HookPair] = []
+        self.floor = 0
         self.disabled: str | None = None
         self.ignored = False
 
@@ -70,14 +74,14 @@ def push_hooks(pack: Pack, unpack: Unpack) -> None:
 
 def pop_hooks() -> HookPair:
     """End the innermost pair and return it. Raises HookError where there is none."""
-    if not hooks.pairs:
+    if len(hooks.pairs) <= hooks.floor:
         raise HookError("no saved-tensor hooks to pop: push and pop do not match")
     return hooks.pairs.pop()
 
 
 def disable_hooks(message: str | None) -> None:
     """Make entering hooks fail with `message` from here on. Raises where hooks are active."""
-    if hooks.pairs:
+    if len(hooks.pairs) > hooks.floor:
         raise HooksDisabledError(
             "saved-tensor hooks cannot be disabled while a pair is active: leave the "
             "saved_tensors_hooks() block first."
@@ -127,14 +131,18 @@ def compose(*pairs: Any) -> HookPair:
     if not stages:
         raise HookError("compose() needs at least one pair")
 
-    def pack(tensor: Tensor) -> Any:
-        packed = stages[0].pack(tensor)
+    def pack(info: SavedInfo, tensor: Tensor) -> Any:
+        packed = _told(stages[0].pack, info, tensor)
         for stage in stages[1:]:
             leaves, spec = tree_flatten(packed)
             marks = [isinstance(leaf, Tensor) for leaf in leaves]
-            done = [stage.pack(x) if m else x for x, m in zip(leaves, marks, strict=True)]
+            done = [
+                _told(stage.pack, info, x) if m else x for x, m in zip(leaves, marks, strict=True)
+            ]
             packed = (done, marks, spec)
         return packed
+
+    pack.wants_info = True  # type: ignore[attr-defined]
 
     def unpack(packed: Any) -> Tensor:
         for stage in reversed(stages[1:]):
@@ -145,6 +153,11 @@ def compose(*pairs: Any) -> HookPair:
         return result
 
     return HookPair(pack, unpack)
+
+
+def _told(pack: Pack, info: SavedInfo, tensor: Tensor) -> Any:
+    """`pack(tensor)`, or `pack(info, tensor)` for one that wants to know what it packs."""
+    return pack(info, tensor) if getattr(pack, "wants_info", False) else pack(tensor)
 
 
 @dataclass(frozen=True)
@@ -163,6 +176,19 @@ class SavedInfo:
     view_of: torch.Size | None  # the shape of the base it is a view of
     storage: int | None  # identity of its storage while it is live
     where: str  # file:line of the user's code that saved it
+
+
+class Watcher(Protocol):
+    """Is told of every tensor that a SavedTensor holds; see `watchers`."""
+
+    def kept(self, saved: SavedTensor, tensor: Tensor) -> None:
+        """`saved` holds `tensor` (its storage, if a pack hook kept an alias) from here on, until
+        `dropped`, or until `saved` itself goes away."""
+
+    def dropped(self, saved: SavedTensor) -> None: ...
+
+
+watchers: list[Watcher] = []  # of all threads; empty unless something is being measured
 
 
 class SavedTensor:
@@ -212,6 +238,8 @@ class SavedTensor:
             self._pack(tensor, stack.pairs[-1])
         else:
             self._data = tensor
+            if watchers:
+                _tell(self, tensor)
 
     # -- reading
 
@@ -301,13 +329,15 @@ class SavedTensor:
             self._packed = self._info = None
             self._pair = None
             self._probe = None
+            if watchers:
+                _tell(self, self._data)
 
     def _pack(self, tensor: Tensor, pair: HookPair) -> None:
         # Metadata first: once `pack` has returned, nothing here refers to the tensor.
         info = self._describe(tensor, "packed")
         version = tensor._version
         with torch.no_grad():
-            packed = call_user(pair.pack, tensor)
+            packed = call_user(_told, pair.pack, info, tensor)
         if tensor._version != version:
             raise HookError(
                 f"the pack hook of {self} changed its input in place ({describe(tensor)}): work "
@@ -317,6 +347,8 @@ class SavedTensor:
         self._info, self._packed, self._probe, self._pair = info, packed, probe, pair
         if probe is not None:
             self._version = probe._version
+        if watchers:
+            _tell(self, probe)
 
     # -- asking
 
@@ -369,6 +401,8 @@ class SavedTensor:
             self._packed = self._info = None
             self._pair = None
             self._probe = None
+        if watchers:
+            _tell(self, None)
 
     def _released(self) -> GraphFreedError:
         return GraphFreedError(
@@ -398,13 +432,24 @@ def _brief(info: SavedInfo) -> str:
     return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
 
 
+def _tell(saved: SavedTensor, holds: Tensor | None) -> None:
+    """Tell the watchers what `saved` holds from here on."""
+    for watcher in tuple(watchers):
+        watcher.dropped(saved)
+        if holds is not None:
+            watcher.kept(saved, holds)
+
+
 def _keeps_alias(packed: Any, tensor: Tensor) -> bool:
     """Whether what a pack hook returned still lives in `tensor`'s memory.
 
     Looked for in tensors and NumPy arrays, in nests of containers, and in the attributes of
-    objects. An alias that a hook hides elsewhere (in a closure, say) is not found.
+    objects. An alias that a hook hides elsewhere (in a closure, say) is not found. A class whose
+    objects never hold one says so by `holds_no_alias`, and saves itself the search.
     """
     if packed is None or isinstance(packed, (str, bytes, int, float)):
+        return False
+    if getattr(type(packed), "holds_no_alias", False):
         return False
     if tensor.layout is not torch.strided:
         return packed is tensor
