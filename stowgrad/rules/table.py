@@ -17,8 +17,9 @@ What the machinery does, so that no row has to:
 - the in-place form of an op uses the row of its plain form.
 
 Words in `saves`: the name of a tensor argument (tensor lists too) or of an output keeps that
-tensor; `x.shape`, `x.dtype`, `x.device`, `x.stride`, `x.requires_grad` keep only that fact, read
-as `s.x_shape` and so on; `x:a,b` keeps `x` only if the gradient of `a` or `b` is needed.
+tensor; `x.shape` keeps only that fact, read as `s.x_shape` (or any other in `_FACTS`: dtype,
+device, layout, stride, storage_offset, requires_grad); `x:a,b` keeps `x` only if the gradient of
+`a` or `b` is needed.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ _FACTS: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda t: t.shape,
     "dtype": lambda t: t.dtype,
     "device": lambda t: t.device,
+    "layout": lambda t: t.layout,
     "stride": lambda t: t.stride() if t.layout is torch.strided else None,
+    "storage_offset": lambda t: t.storage_offset(),
     "requires_grad": _private.native_requires_grad,
 }
 
