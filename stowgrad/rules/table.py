@@ -115,6 +115,8 @@ class Rule:
         }
         if self._wrt_text is not None:
             names = [n for n in self._wrt_text.split() if n in self.position]
+        elif self.function is not None:
+            names = [n for n in tensor_args if n not in self.constant]
         else:
             names = [n for n in self.arguments if n in self.formulas and n in tensor_args]
         self.wrt: list[str] = names
@@ -446,7 +448,8 @@ def vjp(
     that is a list of tensors the formula returns a list.
 
     As a decorator (no formulas): the function `(g, s, needs)` returns one gradient for each name
-    in `wrt`, in that order; `needs` says which are wanted (a list of bools for a tensor list).
+    in `wrt` (default: every tensor argument), in that order; `needs` says which are wanted (a list
+    of bools for a tensor list).
 
     `outputs`: names of the results, where there are several (default out0, out1, ...).
     `differentiable`: those of them that have gradients. With one, `g` is its gradient; with
@@ -473,7 +476,7 @@ def vjp(
                 continue  # an overload's own row comes before its packet's
             names = {a.name for a in schema.arguments}
             wanted = set(wrt.split()) if wrt else set(formulas)
-            if not wanted & names and len(overloads) > 1:
+            if wanted and not wanted & names and len(overloads) > 1:
                 continue
             RULES[overload] = Rule(
                 overload, saves, formulas, function, outputs, wrt, differentiable, forward, constant
