@@ -74,6 +74,14 @@ def mode_stack() -> list[Any]:
     return _python_dispatch._get_current_dispatch_mode_stack()
 
 
+def modes_beneath() -> bool:
+    """Whether modes lie under the one that is running and want to see the parts of composite ops.
+
+    A mode with a true attribute `passive` only looks, and takes composite ops apart by itself.
+    """
+    return mode_count() > 0 and not all(getattr(m, "passive", False) for m in mode_stack())
+
+
 # How a view came to be; decides which in-place changes PyTorch allows on it.
 creation_meta: Callable[[Tensor], Any] = torch._C._autograd._get_creation_meta
 set_creation_meta: Callable[[Tensor, Any], None] = torch._C._autograd._set_creation_meta

@@ -114,7 +114,7 @@ class Recorder(TorchDispatchMode):
         elif kwargs is None:
             kwargs = {}
         if entry.touches_views:
-            if entry.composite and _private.mode_count():
+            if entry.composite and _private.modes_beneath():
                 return self.decompose(func, args, kwargs)
             _include()
             try:
@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):
         self, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any], count: int
     ) -> Any:
         kind = entry.kind
-        if entry.composite and (kind is Kind.COMPOSITE or _private.mode_count()):
+        if entry.composite and (kind is Kind.COMPOSITE or _private.modes_beneath()):
             return self.decompose(func, args, kwargs)
         if self.ops is not None:
             self.ops[func] = self.ops.get(func, 0) + 1
