@@ -249,10 +249,10 @@ def _addable(target: Tensor, other: Tensor) -> bool:
     """Whether adding into `target` is safe: nobody else can see it or its storage."""
     return (
         _private.unshared(target, 2)
+        and not _private.functorch_active()
         and _private.unshared_storage(target)
         and target.dtype == other.dtype
         and _private.dense(target)
-        and not _private.functorch_active()
     )
 
 

@@ -77,6 +77,8 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (torch.autograd.Variable, "_execution_engine", _Engine),
         (torch.autograd.function._SingleLevelFunction, "apply", _make_apply),
         (C._functions, "DelayedError", _here(function.DelayedError)),
+        (torch._vmap_internals, "_vmap", _here(_vmap)),
+        (torch.autograd.functional, "_vmap", _here(_vmap)),
         (C, "_current_graph_task_id", _here(_graph_task_id)),
         (C, "_current_autograd_node", _here(_current_node)),
         (C, "_will_engine_execute_node", _here(_will_execute)),
@@ -262,6 +264,33 @@ class _Engine:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
+
+
+def _vmap(
+    func: Callable[..., Any],
+    in_dims: Any = 0,
+    out_dims: Any = 0,
+    allow_none_pass_through: bool = False,
+) -> Callable[..., Any]:
+    """What `is_grads_batched` maps the backward with: torch.vmap, which has a batching rule for
+    nearly every op, in the place of PyTorch's older one, which has few."""
+
+    def mapped(*args: Any) -> Any:
+        none: list[bool] = []
+        single: list[bool] = []
+
+        def present(*inner: Any) -> Any:
+            out = func(*inner)
+            outs = out if isinstance(out, (tuple, list)) else (out,)
+            single[:] = [not isinstance(out, (tuple, list))]
+            none[:] = [o is None for o in outs]
+            return tuple(o for o in outs if o is not None)
+
+        found = iter(torch.vmap(present, in_dims, out_dims)(*args))
+        result = tuple(None if absent else next(found) for absent in none)
+        return result[0] if single[0] else result
+
+    return mapped
 
 
 def _graph_task_id() -> int:
