@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .table import nondifferentiable
+from .common import zero
+from .table import nondifferentiable, vjp
 
 aten = torch.ops.aten
 
@@ -17,5 +18,10 @@ nondifferentiable(
     aten.logical_not, aten.logical_xor, aten.isclose, aten.allclose, aten.equal, aten.is_nonzero,
     aten.argmax, aten.argmin, aten.argsort, aten.nonzero, aten.count_nonzero, aten.searchsorted,
     aten.bucketize, aten.histc, aten.any, aten.all, aten.multinomial,
-    aten._local_scalar_dense, aten.item, aten.isin, aten.floor_divide,
+    aten._local_scalar_dense, aten.item, aten.isin,
 )  # fmt: skip
+
+# compared in place, the answer written over a tensor that may need gradients: 0 or 1, so no slope
+for _op in (aten.eq_, aten.ne_, aten.lt_, aten.le_, aten.gt_, aten.ge_):
+    vjp(_op.Scalar, self=zero)
+    vjp(_op.Tensor, self=zero, other=zero)
