@@ -28,7 +28,7 @@ def zero(g: Any, s: Any) -> Any:
 
 
 def reduced(dim: Any, ndim: int) -> list[int]:
-    """The dims that a reduction over `dim` takes away: one, a list, or all (None, [], or no dims)."""
+    """The dims that a reduction over `dim` (one, several, or None or [] for all) takes away."""
     if isinstance(dim, int):
         return [dim % ndim] if ndim else []
     if not dim:
