@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import _private
-from .errors import OutsideRecordError, describe
+from .errors import NotDifferentiableError, OutsideRecordError, describe
 
 _T = TypeVar("_T")
 
@@ -203,6 +203,11 @@ def leaf_edge(variable: Tensor) -> Edge:
     node = _leaves.get(key)
     if node is None:
         if _private.native_grad_fn(variable) is not None:
+            if _private.functorch_active():
+                raise NotDifferentiableError(
+                    "torch.func.grad, vjp and jacrev are not recorded: call them outside record(), "
+                    "or use torch.autograd.grad inside it"
+                )
             raise OutsideRecordError(
                 f"a tensor ({describe(variable)}) that PyTorch's autograd tracks "
                 f"({_private.native_grad_fn(variable).name()}) is used while stowgrad records: its "

@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):
         plan = rule._plans.get(mask)
         if plan is None:
             plan = rule.plan(mask)
-        node = RuleNode(rule, mask, edges, plan, 1)
+        node = rule.node_class(rule, mask, edges, plan, 1)
 
         frame = sys._getframe(2)
         while frame is not None:
@@ -282,7 +282,7 @@ class Recorder(TorchDispatchMode):
             check_inplace(target)
 
         plan = rule.plan(mask)
-        node = RuleNode(rule, mask, edges, plan, 1)
+        node = rule.node_class(rule, mask, edges, plan, 1)
         node.edge_counts = counts
         node.where = where = user_location()
         if anomaly_enabled():

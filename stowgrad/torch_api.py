@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _private, engine, function, graph, saved
-from .errors import OutsideRecordError, describe
+from .errors import NotDifferentiableError, OutsideRecordError, describe
 from .graph import AccumulateNode, Node
 from .record import gradient_edge, producer, recording, run_backward
 
@@ -77,6 +77,7 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (torch.autograd.Variable, "_execution_engine", _Engine),
         (torch.autograd.function._SingleLevelFunction, "apply", _make_apply),
         (C._functions, "DelayedError", _here(function.DelayedError)),
+        (torch.autograd.forward_ad, "make_dual", _here(_no_forward_mode)),
         (torch._vmap_internals, "_vmap", _here(_vmap)),
         (torch.autograd.functional, "_vmap", _here(_vmap)),
         (C, "_current_graph_task_id", _here(_graph_task_id)),
@@ -291,6 +292,13 @@ def _vmap(
         return result[0] if single[0] else result
 
     return mapped
+
+
+def _no_forward_mode(*args: Any, **kwargs: Any) -> Any:
+    raise NotDifferentiableError(
+        "forward-mode derivatives are not recorded: leave record() for torch.autograd.forward_ad, "
+        "or use reverse mode"
+    )
 
 
 def _graph_task_id() -> int:

@@ -49,6 +49,7 @@ _FACTS: dict[str, Callable[[Tensor], Any]] = {
     "layout": lambda t: t.layout,
     "stride": lambda t: t.stride() if t.layout is torch.strided else None,
     "storage_offset": lambda t: t.storage_offset(),
+    "is_contiguous": lambda t: t.is_contiguous(),
     "requires_grad": _private.native_requires_grad,
 }
 
@@ -88,6 +89,8 @@ class Rule:
         self.constant = frozenset(constant.split())
         self._ready = False
         self._plans: dict[int, Plan] = {}
+        # A class of its own, so that `type(t.grad_fn).__name__` and repr(t) say which op it was.
+        self.node_class: type[RuleNode] = type(self.node_name, (RuleNode,), {"__slots__": ()})
 
     # -- filled on first use: reading formulas' code takes a while, and most ops are never used
 
@@ -292,9 +295,6 @@ class RuleNode(Node):
         self.values: dict[str, Any] | None = None
         self.edge_counts: list[int] | None = None  # how many edges each list argument has
         self.metas: list[tuple[torch.Size, torch.dtype, torch.device]] | None = None
-
-    def name(self) -> str:
-        return self.rule.node_name
 
     def read(self, name: str) -> Any:
         """The value of `name` for a formula: a saved tensor, a fact, or a plain argument."""
