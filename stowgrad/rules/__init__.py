@@ -14,6 +14,7 @@ FAMILIES = (
     "foreach",
     "matmul",
     "linalg",
+    "factor",
     "fft",
     "conv",
     "pool",
