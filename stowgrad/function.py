@@ -128,16 +128,6 @@ class Context:
         return self._node().register_prehook(fn)
 
 
-def _context_class(cls: Any) -> Any:
-    """The class of `ctx` for the Function `cls`; made once, kept on its PyTorch counterpart."""
-    backward_cls = cls._backward_cls
-    found = vars(backward_cls).get("_stowgrad_context")
-    if found is None:
-        found = type(backward_cls.__name__, (Context, backward_cls), {})
-        backward_cls._stowgrad_context = found
-    return found
-
-
 class FunctionNode(Node, FunctionCtx):
     """The node of one application of a custom function; its derivative is the user's code."""
 
@@ -156,9 +146,6 @@ class FunctionNode(Node, FunctionCtx):
         ctx._stowgrad_node = weakref.ref(self)
         self.__dict__ = ctx.__dict__
 
-    def name(self) -> str:
-        return type(self.ctx).__name__
-
     def entries(self) -> list[SavedTensor | None]:
         if self.saved is None:
             raise GraphFreedError(_FREED.format(type(self.ctx)._forward_cls.__name__))
@@ -169,16 +156,11 @@ class FunctionNode(Node, FunctionCtx):
             raise AttributeError(name)
         return getattr(self.ctx, name)
 
-    def __repr__(self) -> str:
-        return f"<{self.name()} object at {hex(id(self))}>"
-
     def apply(
         self, grads: list[Tensor | None], needs: Sequence[bool] | None = None
     ) -> Sequence[Tensor | None]:
         ctx = self.ctx
-        given = [
-            self._zeros(i) if g is None else g for i, g in enumerate(grads)
-        ]
+        given = [self._zeros(i) if g is None else g for i, g in enumerate(grads)]
         grads.clear()
         backward = ctx._get_user_fn()
         if getattr(ctx._forward_cls, "boxed_grads_call", False):
@@ -226,10 +208,11 @@ class FunctionNode(Node, FunctionCtx):
                 )
             index = len(gradients)
             if g is not None and self.edges[index] is not None:
-                if g.device != self.devices[index] and not (g.dim() == 0 and g.device.type == "cpu"):
+                device = self.devices[index]
+                if g.device != device and not (g.dim() == 0 and g.device.type == "cpu"):
                     raise GradientError(
                         f"Function {self.name()} returned an invalid gradient at index {index} - "
-                        f"expected device {self.devices[index]} but got {g.device}"
+                        f"expected device {device} but got {g.device}"
                     )
             gradients.append(g)
         return gradients
@@ -242,6 +225,23 @@ class FunctionNode(Node, FunctionCtx):
             self.saved = None
 
 
+def _classes(cls: Any) -> tuple[Any, type[FunctionNode]]:
+    """The classes of `ctx` and of the node for the Function `cls`, which carry its name.
+
+    Made once, and kept on the class that PyTorch made for the same purpose.
+    """
+    backward_cls = cls._backward_cls
+    found: tuple[Any, type[FunctionNode]] | None = vars(backward_cls).get("_stowgrad_classes")
+    if found is None:
+        name = backward_cls.__name__
+        found = (
+            type(name, (Context, backward_cls), {}),
+            type(name, (FunctionNode,), {"__slots__": ()}),
+        )
+        backward_cls._stowgrad_classes = found
+    return found
+
+
 def apply(cls: Any, *args: Any) -> Any:
     """Run the Function `cls` on `args` and record it, as PyTorch's `Function.apply` does.
 
@@ -250,12 +250,13 @@ def apply(cls: Any, *args: Any) -> Any:
     tensors = [a for a in args if isinstance(a, Tensor)]
     needs = tuple([isinstance(a, Tensor) and _tracked(a) for a in args])
     recorded = any(needs) and _private.grad_enabled()
-    ctx = _context_class(cls)()
+    context_class, node_class = _classes(cls)
+    ctx = context_class()
     ctx.needs_input_grad = needs
     node: FunctionNode | None = None
     if recorded:
         edges = [gradient_edge(t) if _tracked(t) else None for t in tensors]
-        node = FunctionNode(ctx, edges, args)
+        node = node_class(ctx, edges, args)
         node.where = user_location()
         if torch.is_anomaly_enabled():
             note_traceback(node)
@@ -379,7 +380,7 @@ def _dirty(ctx: Any) -> set[int]:
     marked, ctx.dirty_tensors = ctx.dirty_tensors or (), None
     for position, tensor in enumerate(marked):
         if not isinstance(tensor, Tensor):
-            raise TypeError(
+            raise InPlaceError(
                 f"mark_dirty can only accept variables, but argument {position} is of type "
                 f"{type(tensor).__name__}"
             )

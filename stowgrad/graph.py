@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -126,6 +126,21 @@ class Node:
     def _sequence_nr(self) -> int:
         return int(min(self.seq, 2**63 - 1))
 
+    @property
+    def _input_metadata(self) -> Sequence[Any]:
+        """What the gradient of each output looks like, for the outputs of which that is known."""
+        known = _outputs.get(self, {})
+        metas = getattr(self, "metas", None) or [None] * self.outputs
+        return [
+            known.get(i) if m is None else OutputFacts(*m[:3]) for i, m in enumerate(metas)
+        ]
+
+    def note_output(self, index: int, tensor: Tensor) -> None:
+        """Remember what output `index` looks like: somebody took a handle on it (a public
+        GradientEdge), and may come back without the tensor."""
+        facts = OutputFacts(tensor.shape, tensor.dtype, tensor.device)
+        _outputs.setdefault(self, {})[index] = facts
+
     def register_hook(self, fn: Callable[..., Any]) -> Any:
         """`fn(grad_inputs, grad_outputs)` runs after this node; it may return new grad_inputs."""
         return _handle(self.ensure_hooks().post, fn)
@@ -145,6 +160,19 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<{self.name()} at {hex(id(self))}>"
+
+
+class OutputFacts(NamedTuple):
+    """One output of a node, in the words of PyTorch's `_input_metadata`."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    is_nested_tensor: bool = False
+    is_cpp_nested_tensor: bool = False
+
+
+_outputs: weakref.WeakKeyDictionary[Node, dict[int, OutputFacts]] = weakref.WeakKeyDictionary()
 
 
 def _handle(hooks: OrderedDict[int, Callable[..., Any]], fn: Callable[..., Any]) -> Any:
@@ -173,6 +201,11 @@ class AccumulateNode(Node):
 
     def name(self) -> str:
         return "torch::autograd::AccumulateGrad"
+
+    @property
+    def _input_metadata(self) -> Sequence[Any]:
+        leaf = self.variable
+        return [OutputFacts(leaf.shape, leaf.dtype, leaf.device)]
 
     def apply(
         self, grads: list[Tensor | None], needs: Sequence[bool] | None

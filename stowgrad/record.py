@@ -214,6 +214,9 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def on(self) -> Iterator[None]:
         """Within: this recorder is on the stack, as for user code."""
+        if _private.mode_count() and self in _private.mode_stack():
+            yield  # once is enough: twice would record every op twice
+            return
         excluded = _private.view_tracking_excluded()
         _private.push_mode(self)
         _exclude()
@@ -279,6 +282,8 @@ class Recorder(TorchDispatchMode):
         if entry.inplace:
             target = args[0] if given else kwargs[rule.arguments[0]]
             assert target is not None
+            if target.dtype not in _DIFFERENTIABLE:
+                return self.run(entry, func, args, kwargs)  # floats written to integers end here
             check_inplace(target)
 
         plan = rule.plan(mask)
@@ -636,7 +641,7 @@ class CopySlices(Node):
                 self._view_meta = _private.replay_view(view, like)
 
     def name(self) -> str:
-        return "CopySlices"
+        return "torch::autograd::CopySlices"
 
     def _view(self, base: Tensor) -> Tensor:
         if self._view_meta is not None:
@@ -850,13 +855,8 @@ def run_backward(
 def edge_of_public(gradient_edge: Any) -> Edge:
     """Our Edge for a public `GradientEdge(node, output_nr)`."""
     node, index = gradient_edge[0], gradient_edge[1]
-    if isinstance(node, AccumulateNode):
-        return Edge(node, 0, node.variable.shape, node.variable.dtype)
-    metas = getattr(node, "metas", None)
-    if metas is not None and metas[index] is not None:
-        shape, dtype, _ = metas[index]
-        return Edge(node, index, shape, dtype)
-    return Edge(node, index, None, None)  # type: ignore[arg-type]
+    facts = node._input_metadata[index]
+    return Edge(node, index, facts.shape, facts.dtype)
 
 
 @contextmanager

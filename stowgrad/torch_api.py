@@ -74,6 +74,7 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (Tensor, "retain_grad", _method(_retain_grad)),
         (Tensor, "register_hook", _method(_register_hook)),
         (Tensor, "__reduce_ex__", _make_reduce),
+        (torch.autograd.graph, "_get_grad_fn_or_grad_acc", _here(_node_of)),
         (torch.autograd.Variable, "_execution_engine", _Engine),
         (torch.autograd.function._SingleLevelFunction, "apply", _make_apply),
         (C._functions, "DelayedError", _here(function.DelayedError)),
@@ -170,7 +171,17 @@ def _requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
 
 def _output_nr(self: Tensor) -> int:
     edge = producer(self) if recording() else None
-    return 0 if edge is None else edge.index
+    if edge is None:
+        return 0
+    edge.node.note_output(edge.index, self)  # whoever asks is about to make a GradientEdge
+    return edge.index
+
+
+def _node_of(self: Any) -> Node:
+    """The node that a tensor's gradient passes through; a leaf's accumulate node."""
+    if not isinstance(self, Tensor):
+        return self.node
+    return gradient_edge(self).node
 
 
 def _retains_grad(self: Tensor) -> bool:
