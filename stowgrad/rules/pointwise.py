@@ -65,6 +65,7 @@ def div_mode(g: Tensor, s: Any, needs: Any) -> Any:
 vjp(aten.div.Scalar_mode,
     self=lambda g, s: g / conj(s.other) if s.rounding_mode is None else torch.zeros_like(g))
 vjp(aten.floor_divide, self=zero, other=zero)
+vjp(aten.floor_divide_.Tensor, self=zero, other=zero)
 vjp(aten.fmod, "self other",
     self=lambda g, s: g,
     other=lambda g, s: g * -torch.div(s.self, s.other, rounding_mode="trunc"))
@@ -140,9 +141,10 @@ vjp(aten.logit_backward, "grad_output self",
     # the slope is h = 1 / (x - x^2), and h' = (2x - 1) h^2
     self=lambda g, s: (s.self * 2 - 1) * aten.logit_backward(
         aten.logit_backward(g * s.grad_output, s.self, s.eps), s.self, s.eps))
-vjp(aten.ldexp.Tensor, "other out",
-    self=lambda g, s: torch.ldexp(g, conj(s.other)),
-    other=lambda g, s: g * conj(s.out * math.log(2)))
+for _op in (aten.ldexp.Tensor, aten.ldexp_.default):
+    vjp(_op, "other out",
+        self=lambda g, s: torch.ldexp(g, conj(s.other)),
+        other=lambda g, s: g * conj(s.out * math.log(2)))
 vjp(aten.frexp, "exponent", outputs="mantissa exponent", differentiable="mantissa",
     self=lambda g, s: torch.ldexp(g, -s.exponent.to(g.dtype)))
 vjp(aten.xlogy, "self other",
