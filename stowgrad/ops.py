@@ -131,7 +131,11 @@ def _plain_rule(func: Any) -> Rule | None:
     space = getattr(torch.ops, packet[0])
     if not hasattr(space, plain):
         return None
-    return RULES.get(getattr(getattr(space, plain), func._overloadname, None))
+    rule = RULES.get(getattr(getattr(space, plain), func._overloadname, None))
+    kinds = [str(a.type) for a in func._schema.arguments]
+    if rule is not None and kinds != [str(a.type) for a in rule.op._schema.arguments]:
+        return None  # pow_.Scalar has a number for exponent, pow.Scalar one for self
+    return rule
 
 
 def _fallback(recorder: Any, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
