@@ -165,7 +165,7 @@ def _loop(
             raise GradientError(
                 f"{node.name()} returned {len(results)} gradients for its {len(edges)} inputs"
             )
-        delivered = list(results)
+        delivered = results if type(results) is list else list(results)
         del results
         for position, next_edge in enumerate(edges):
             if next_edge is None:

@@ -223,19 +223,19 @@ class SavedTensor:
         self._output = output
         self._edge = edge
         self._pair: HookPair | None = None
-        if tensor.is_inference():
+        try:
+            self._version: int = tensor._version
+        except RuntimeError as error:  # an inference tensor has no version counter
             raise HookError(
                 f"an inference tensor ({describe(tensor)}) cannot be saved for backward by {op} "
                 f"(as '{name}'): it has no version counter. Clone it outside inference_mode()."
-            )
-        self._version: int = tensor._version
+            ) from error
         if output is not None:
             tensor = _private.alias(tensor)
-        stack = hooks
-        if stack.pairs and not stack.ignored:
+        if hooks.pairs and not hooks.ignored:
             self._explicit = False
             self._data = None
-            self._pack(tensor, stack.pairs[-1])
+            self._pack(tensor, hooks.pairs[-1])
         else:
             self._data = tensor
             if watchers:
@@ -273,7 +273,7 @@ class SavedTensor:
         if self._output is not None:
             if node is None:
                 return plain
-            edge = Edge(node, self._output, plain.shape, plain.dtype)
+            edge = node.output_edge(self._output, plain)
         if edge is not None:
             attach(plain, edge)
         return plain

@@ -337,6 +337,11 @@ class RuleNode(Node):
             g = tuple(grads)
         grads.clear()
         frame = Frame(self)
+        graph = grad_enabled()
+        for name, entry in zip(self.plan.index, self.saved):  # noqa: B905 (same length; hot)
+            # what is simply there is read at once; the frame unpacks the rest when it is read
+            if type(entry) is SavedTensor and entry._pair is None:
+                setattr(frame, name, entry.unpack(self, graph))
         formulas = self.plan.formulas
         if formulas is not None:
             if needs is None:
