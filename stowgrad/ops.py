@@ -34,12 +34,14 @@ class Entry:
     """How one overload is recorded.
 
     `touches_views`: its kernel makes views or changes tensors in place, so the native bookkeeping
-    of both must be on around it. `composite`: the op can be taken apart into others.
+    of both must be on around it. `composite`: the op can be taken apart into others. `reshapes`: it
+    changes its argument in place, but only its sizes and strides (aten.transpose_).
     `fast`: its rule, if `Recorder._record_fast` can record it. `call`: what runs the kernel.
     """
 
     __slots__ = (
-        "call", "composite", "fast", "handler", "inplace", "kind", "name", "rule", "touches_views",
+        "call", "composite", "fast", "handler", "inplace", "kind", "name", "reshapes", "rule",
+        "touches_views",
     )  # fmt: skip
 
     def __init__(self, name: str, kind: Kind) -> None:
@@ -47,6 +49,7 @@ class Entry:
         self.kind = kind
         self.rule: Rule | None = None
         self.inplace = False
+        self.reshapes = False
         self.touches_views = False
         self.composite = False
         self.handler: Callable[..., Any] | None = None
@@ -95,6 +98,7 @@ def _resolve(func: Any) -> Entry:
     views = any(r.alias_info is not None for r in schema.returns)
     entry.touches_views = bool(written) or views or entry.composite
     entry.inplace = bool(written) and written[0] is schema.arguments[0]
+    entry.reshapes = entry.inplace and torch.Tag.inplace_view in func.tags
 
     if func in SPECIAL:
         entry.kind, entry.handler = Kind.SPECIAL, SPECIAL[func]

@@ -337,7 +337,10 @@ class Recorder(TorchDispatchMode):
             for name in plan.outputs:
                 saved.append(SavedTensor(target, name, rule.name, where, 0))
             node.saved = saved
-            rebase(target, node, rule.wrt.index(rule.arguments[0]))
+            if entry.reshapes:
+                renew(target, node)
+            else:
+                rebase(target, node, rule.wrt.index(rule.arguments[0]))
             return target
         if isinstance(out, Tensor):
             for name in plan.outputs:
@@ -599,6 +602,14 @@ def rebase(target: Tensor, node: Node, self_index: int, output: int = 0) -> None
     edge = graph.state(target)
     if edge is not None:
         edge.version = -1  # stale: worked out anew from the base when next used
+
+
+def renew(target: Tensor, node: Node) -> None:
+    """After an op that changed only the sizes and strides of `target`: the memory is as before,
+    so that of a view the base and the other views are too."""
+    _move_retained(graph.state(target), node, target)
+    version = target._version if target._is_view() else None
+    attach(target, Edge(node, 0, target.shape, target.dtype, version))
 
 
 def _move_retained(old: Edge | None, node: Node, tensor: Tensor, output: int = 0) -> None:
