@@ -82,9 +82,10 @@ class Node:
     Public to users as `tensor.grad_fn`, with the methods of `torch.autograd.graph.Node`.
     """
 
-    __slots__ = ("__weakref__", "_metadata", "edges", "hooks", "outputs", "seq", "where")
+    __slots__ = ("__weakref__", "_metadata", "edges", "hooks", "outputs", "seq", "where", "within")
 
     edges: Sequence[Edge | None]
+    within: Callable[[], Edge]  # set only where this node is a part of another
 
     def __init__(self, edges: Sequence[Edge | None], outputs: int = 1) -> None:
         self.edges = edges
@@ -107,6 +108,11 @@ class Node:
 
     def release(self) -> None:
         """Let go of everything saved for backward. Backward through the node is over."""
+
+    def output_edge(self, index: int, like: Tensor) -> Edge:
+        """The edge that output `index`, which looks like `like`, carries."""
+        within = getattr(self, "within", None)
+        return Edge(self, index, like.shape, like.dtype) if within is None else within()
 
     # -- torch.autograd.graph.Node's public face
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ContextDecorator, contextmanager, nullcontext
 from typing import Any
@@ -630,7 +631,7 @@ class CopySlices(Node):
     `inner`'s without the one of its target.
     """
 
-    __slots__ = ("_base_geometry", "_self_index", "_view_geometry", "_view_meta", "inner")
+    __slots__ = ("_base_geometry", "_dtypes", "_self_index", "_view_geometry", "_view_meta", "inner")
 
     def __init__(
         self, old: Edge | None, base: Tensor, view: Tensor, inner: Node, self_index: int
@@ -650,6 +651,9 @@ class CopySlices(Node):
             like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
             with torch.no_grad():
                 self._view_meta = _private.replay_view(view, like)
+        self._dtypes = (base.dtype, view.dtype)
+        me = weakref.ref(self)  # not a circle; `inner` lives no longer than this does
+        inner.within = lambda: me().changed_part()  # type: ignore[union-attr]
 
     def name(self) -> str:
         return "torch::autograd::CopySlices"
@@ -687,6 +691,33 @@ class CopySlices(Node):
 
     def release(self) -> None:
         self.inner.release()
+
+    def changed_part(self) -> Edge:
+        """What `inner` made, as a part of the new base: what `inner` saved of its own result."""
+        base_dtype, dtype = self._dtypes
+        node = ChangedPart([Edge(self, 0, self._base_geometry[0], base_dtype)])
+        return Edge(node, 0, self._view_geometry[0], dtype)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        """A gradient of the changed part as one of the whole base."""
+        shape, stride = self._base_geometry
+        whole = torch.empty_strided(shape, stride, dtype=self._dtypes[0], device=grad.device)
+        whole.zero_()
+        self._view(whole).copy_(grad)
+        return whole
+
+
+class ChangedPart(Node):
+    """A view of the base that a CopySlices made."""
+
+    __slots__ = ()
+
+    def apply(
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None
+    ) -> Sequence[Tensor | None]:
+        source = self.edges[0]
+        assert source is not None and isinstance(source.node, CopySlices)
+        return [None if grads[0] is None else source.node.spread(grads[0])]
 
 
 # -- the context
@@ -840,8 +871,6 @@ def run_backward(
                 )
             edge = gradient_edge(tensor)
             if accumulate and not isinstance(edge.node, AccumulateNode):
-                import weakref
-
                 edge.node.ensure_hooks().retained[edge.index] = weakref.ref(tensor)
             targets.append(edge)
     del output, grad
