@@ -54,6 +54,12 @@ class Edge:
         self.dtype = dtype
         self.version = version
 
+    def settled(self) -> Edge:
+        """The same for a tensor that is no view, which no change elsewhere makes stale."""
+        if self.version is None:
+            return self
+        return Edge(self.node, self.index, self.shape, self.dtype)
+
     def __repr__(self) -> str:
         return f"<output {self.index} of {self.node.name()}>"
 

@@ -460,7 +460,7 @@ def _before_change(value: Tensor, edge: Edge | None) -> Tensor:
     with torch.no_grad():
         copy = value.clone()
     if edge is not None:
-        attach(copy, edge)
+        attach(copy, edge.settled())
     return copy
 
 

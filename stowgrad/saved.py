@@ -275,7 +275,7 @@ class SavedTensor:
                 return plain
             edge = node.output_edge(self._output, plain)
         if edge is not None:
-            attach(plain, edge)
+            attach(plain, edge.settled())
         return plain
 
     def _call_unpack(self, pair: HookPair) -> Tensor:
