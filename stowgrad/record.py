@@ -367,8 +367,9 @@ class Recorder(TorchDispatchMode):
             _exclude()
         for name in plan.kept:
             value = kept[name]
-            if isinstance(value, Tensor):
-                value = SavedTensor(value, name, rule.name, node.where)
+            if isinstance(value, Tensor):  # computed here, or an argument handed through
+                edge = gradient_edge(value) if _tracked(value) else None
+                value = SavedTensor(value, name, rule.name, node.where, None, edge)
             saved.append(value)
         return out
 
