@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 import torch._prims_common as _prims_common
 import torch.utils._python_dispatch as _python_dispatch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 TORCH_DIR = os.path.dirname(torch.__file__)
 
@@ -93,6 +95,12 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def has_plain_storage(tensor: Tensor) -> bool:
+    """Whether the elements lie in a storage of the tensor's own (not so for sparse layouts, nor
+    for tensors that are a wrapper around others)."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
 def share_storage(a: Tensor, b: Tensor) -> bool:
     try:
         return storage_key(a) == storage_key(b)
@@ -117,6 +125,26 @@ def run_parts(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     `upsample_*`, ...), whose numbers and random draws are not those of the kernel that people run.
     """
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def registered_autograd(func: Any) -> Any:
+    """The kernel that Python code registered for `func` under an autograd key, or None.
+
+    Why: `torch.library.register_autograd` keeps its formula in such a kernel and nowhere else.
+    """
+    space, _, name = func.name().partition("::")
+    for key in ("Autograd", "AutogradCPU", "AutogradCUDA"):
+        if f"{space}/{name}/{key}" in torch.library._impls:
+            return torch.library.get_kernel(func, "AutogradCPU" if key == "Autograd" else key)
+    return None
+
+
+def dispatch_keys(tensors: Iterable[Tensor]) -> Any:
+    """The keys that dispatch would see for these arguments in this thread."""
+    keys = torch._C._dispatch_tls_local_include_set()
+    for tensor in tensors:
+        keys = keys | torch._C._dispatch_keys(tensor)
+    return keys - torch._C._dispatch_tls_local_exclude_set()
 
 
 def functorch_active() -> bool:
@@ -193,3 +221,44 @@ def alias(tensor: Tensor) -> Tensor:
         return tensor.detach()
     finally:
         _set_excluded(_VIEW_KEY, True)
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """An empty tensor that shares `tensor`'s version counter and none of its memory.
+
+    Why: to learn later that a tensor was changed in place, without keeping it alive. `set_()` on
+    an alias moves it to another storage; with version tracking out it is not itself a change.
+    """
+    probe = alias(tensor)
+    excluded = view_tracking_excluded()
+    with torch._C._DisableTorchDispatch():
+        _set_excluded(_VIEW_KEY, True)
+        try:
+            return probe.set_()
+        finally:
+            if not excluded:
+                _set_excluded(_VIEW_KEY, False)
+
+
+class StorageRef:
+    """A weak reference to a tensor's storage. While one is there, its identity is not reused."""
+
+    __slots__ = ("_ref", "key")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._ref = StorageWeakRef(tensor.untyped_storage())
+        self.key: int = self._ref.cdata  # as `storage_key`
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lives in this storage, found by its memory where it has another handle
+        on it (a tensor made from a NumPy array that was made from a tensor)."""
+        if tensor.layout is not torch.strided or self._ref.expired():
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata == self.key:
+            return True
+        whole = torch.UntypedStorage._new_with_weak_ptr(self.key)
+        if whole is None or whole.device != storage.device or not whole.nbytes():
+            return False
+        start = whole.data_ptr()
+        return start <= storage.data_ptr() < start + whole.nbytes()

@@ -13,6 +13,7 @@ refers to its node weakly, so a graph is freed as soon as nobody holds it.
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.utils._pytree import tree_leaves
 
 from . import _private, graph
 from .errors import GradientError, GraphFreedError, InPlaceError, describe
@@ -441,6 +443,37 @@ def _attach_dirty(
     check_inplace(out)
     position = next(i for i, x in enumerate(inputs) if x is out)
     rebase(out, node, position, index)
+
+
+# -- ops with a formula of their own (torch.library.register_autograd)
+
+
+class _Inside(threading.local):
+    def __init__(self) -> None:
+        self.ops: list[Any] = []
+
+
+_inside = _Inside()
+
+
+def record_registered(
+    recorder: Any, entry: Any, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Record an op through the autograd kernel that Python code registered for it.
+
+    The kernel applies a Function (ours, while recording) whose forward calls the op once more,
+    below autograd; that inner call is the plain kernel.
+    """
+    if func in _inside.ops:
+        return recorder.run(entry, func, args, kwargs)
+    kernel = _private.registered_autograd(func)
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    _inside.ops.append(func)
+    try:
+        with recorder.on():
+            return kernel.call_boxed(_private.dispatch_keys(tensors), *args, **kwargs)
+    finally:
+        _inside.ops.pop()
 
 
 # -- once_differentiable

@@ -1,8 +1,9 @@
 """How each op is recorded: by its rule, by its parts, by the fallback, or not at all.
 
 `entry_of(overload)` answers from a table that fills as ops are met. The order of preference: the
-op's own rule; for an in-place op the rule of its plain form; "its results have no gradient"; the
-composite's parts; the fallback.
+formula that Python code registered for it (torch.library.register_autograd); the op's own rule;
+for an in-place op the rule of its plain form; "its results have no gradient"; the composite's
+parts; the fallback.
 """
 
 from __future__ import annotations
@@ -103,6 +104,9 @@ def _resolve(func: Any) -> Entry:
     if func in SPECIAL:
         entry.kind, entry.handler = Kind.SPECIAL, SPECIAL[func]
         return entry
+    if _private.registered_autograd(func) is not None:
+        entry.kind, entry.handler = Kind.SPECIAL, _registered
+        return entry
     rule = RULES.get(func)
     if rule is None and entry.inplace:
         rule = _plain_rule(func)
@@ -146,6 +150,12 @@ def _fallback(recorder: Any, entry: Entry, func: Any, args: Any, kwargs: dict[st
     from .rules.fallback import record_fallback
 
     return record_fallback(recorder, entry, func, args, kwargs)
+
+
+def _registered(recorder: Any, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    from .function import record_registered
+
+    return record_registered(recorder, entry, func, args, kwargs)
 
 
 def _higher_order(func: Any) -> Entry:

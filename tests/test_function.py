@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.autograd import Function
 from torch.autograd.function import InplaceFunction, once_differentiable
+from torch.utils._pytree import tree_leaves
 
 import stowgrad as sg
 from tests.parity import both_raise, same
@@ -725,7 +726,130 @@ def test_gradient_edges_of_custom_functions():
     same(run)
 
 
+# -- ops registered with torch.library
+
+
+@pytest.fixture
+def library():
+    with torch.library._scoped_library("stowgrad_test", "FRAGMENT") as lib:
+        yield lib
+
+
+def test_a_custom_op_uses_the_formula_registered_for_it(library):
+    calls = []
+
+    @torch.library.custom_op("stowgrad_test::scale", mutates_args=())
+    def scale(x: torch.Tensor, k: float) -> torch.Tensor:
+        calls.append("forward")
+        return x * k
+
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(output)
+        ctx.k = inputs[1]
+
+    def backward(ctx, g):
+        (out,) = ctx.saved_tensors
+        return g * ctx.k + out, None
+
+    scale.register_autograd(backward, setup_context=setup)
+
+    def run():
+        calls.clear()
+        x = leaf()
+        y = (scale(x, 2.0) ** 2).sum()
+        (g,) = torch.autograd.grad(y, x, create_graph=True)
+        (h,) = torch.autograd.grad(g.sum(), x)
+        with torch.no_grad():
+            quiet = scale(x, 3.0)
+        return g, h, quiet, calls
+
+    assert same(run)[3] == ["forward", "forward"]
+
+
+def test_a_custom_op_with_lists_and_keywords(library):
+    library.define("two(Tensor x, Tensor[] ys, *, float k) -> (Tensor, Tensor[])")
+    library.impl("two", lambda x, ys, k: (x * k, [y * k for y in ys]), "CompositeExplicitAutograd")
+
+    def setup(ctx, inputs, keyword_only_inputs, output):
+        ctx.k = keyword_only_inputs["k"]
+
+    def backward(ctx, g, gs):
+        return g * ctx.k, [None if h is None else h * ctx.k for h in gs]
+
+    torch.library.register_autograd(
+        "stowgrad_test::two", backward, setup_context=setup, lib=library
+    )
+
+    def run():
+        x, y = leaf(), leaf()
+        a, (b, c) = torch.ops.stowgrad_test.two(x, [y, torch.ones(2)], k=3.0)
+        (a * b).sum().backward()
+        return x.grad, y.grad, c
+
+    same(run)
+
+
+def test_a_custom_op_without_formula_says_so(library):
+    @torch.library.custom_op("stowgrad_test::bare", mutates_args=())
+    def bare(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    both_raise(lambda: bare(leaf()).sum().backward(), "no autograd formula was registered")
+
+
+def test_an_op_whose_python_kernel_applies_a_function(library):
+    library.define("plain(Tensor x) -> Tensor")
+
+    class Plain(Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch._C._AutoDispatchBelowAutograd():
+                return torch.ops.stowgrad_test.plain(x)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * 5
+
+    library.impl("plain", lambda x: x * 2, "CPU")
+    library.impl("plain", lambda x: Plain.apply(x) * x, "Autograd")
+
+    def run():
+        x = leaf()
+        torch.ops.stowgrad_test.plain(x).sum().backward()
+        return x.grad
+
+    same(run)
+
+
 # -- Functions that PyTorch itself uses
+
+
+def functions_of_pytorchs_own_tests():
+    from torch.testing._internal.autograd_function_db import autograd_function_db
+
+    return [pytest.param(info, id=info.name) for info in autograd_function_db]
+
+
+@pytest.mark.parametrize("info", functions_of_pytorchs_own_tests())
+def test_pytorchs_sample_functions_twice_differentiated(info):
+    def run():
+        results = []
+        for sample in info.sample_inputs("cpu", torch.float64, requires_grad=True):
+            inputs = [t for t in tree_leaves((sample.input, sample.args)) if is_tracked(t)]
+            out = info.op(sample.input, *sample.args, **sample.kwargs)
+            total = sum((o * o).sum() for o in tree_leaves(out) if is_tracked(o))
+            first = torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True)
+            results += [out, first]
+            more = sum((g * g).sum() for g in first if is_tracked(g))
+            if is_tracked(more):
+                results.append(torch.autograd.grad(more, inputs, allow_unused=True))
+        return results
+
+    same(run)
+
+
+def is_tracked(value):
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def test_full_backward_hooks_of_modules():
