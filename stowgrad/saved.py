@@ -12,7 +12,8 @@ programs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -200,13 +201,17 @@ class SavedTensor:
     """
 
     __slots__ = (
-        "__weakref__", "_data", "_edge", "_explicit", "_info", "_output", "_packed", "_pair",
-        "_probe", "_version", "name", "op", "where",
+        "__weakref__", "_aliased", "_data", "_edge", "_explicit", "_info", "_output", "_packed",
+        "_pair", "_probe", "_storage", "_version", "name", "op", "where",
     )  # fmt: skip
 
     _data: Tensor | None
-    _probe: Tensor | None
     _info: SavedInfo | None
+    # of a packed tensor: its version counter and storage, both without its memory, and whether
+    # what `pack` returned still lives in that memory
+    _probe: Tensor | None
+    _storage: _private.StorageRef | None
+    _aliased: bool
 
     def __init__(
         self,
@@ -279,8 +284,10 @@ class SavedTensor:
         return plain
 
     def _call_unpack(self, pair: HookPair) -> Tensor:
-        if self._probe is not None and self._probe._version != self._version:
-            raise self._changed(self._probe._version)
+        version = self._probe._version if self._probe is not None else self._version
+        changed = version != self._version
+        if changed and self._aliased:
+            raise self._changed(version)
         with torch.no_grad():
             result = call_user(pair.unpack, self._packed)
         info = self._info
@@ -294,6 +301,8 @@ class SavedTensor:
                 f"the unpack hook of {self} returned {describe(result)} on {result.device}; what "
                 f"was packed is {_brief(info)} on {info.device}"
             )
+        if changed and self._storage is not None and self._storage.holds(result):
+            raise self._changed(version)  # an alias that the search after `pack` did not find
         return result
 
     # -- hooks on this one tensor
@@ -328,7 +337,7 @@ class SavedTensor:
             self._version = self._data._version
             self._packed = self._info = None
             self._pair = None
-            self._probe = None
+            self._probe = self._storage = None
             if watchers:
                 _tell(self, self._data)
 
@@ -343,12 +352,17 @@ class SavedTensor:
                 f"the pack hook of {self} changed its input in place ({describe(tensor)}): work "
                 "on a clone of it."
             )
-        probe = _private.alias(tensor) if _keeps_alias(packed, tensor) else None
-        self._info, self._packed, self._probe, self._pair = info, packed, probe, pair
-        if probe is not None:
-            self._version = probe._version
+        self._info, self._packed, self._pair = info, packed, pair
+        self._version = version
+        self._aliased = aliased = _keeps_alias(packed, tensor)
+        if _private.has_plain_storage(tensor):
+            self._probe = _private.version_probe(tensor)
+            self._storage = _private.StorageRef(tensor)
+        else:
+            self._probe = _private.alias(tensor) if aliased else None
+            self._storage = None
         if watchers:
-            _tell(self, probe)
+            _tell(self, tensor if aliased else None)
 
     # -- asking
 
@@ -400,7 +414,7 @@ class SavedTensor:
         if self._pair is not None:
             self._packed = self._info = None
             self._pair = None
-            self._probe = None
+            self._probe = self._storage = None
         if watchers:
             _tell(self, None)
 
@@ -413,19 +427,54 @@ class SavedTensor:
         )
 
     def _changed(self, version: int) -> SavedTensorChanged:
-        kept = self._data if self._data is not None else self._probe
+        key: int | None = None
+        if self._storage is not None:
+            key = self._storage.key
+        elif self._data is not None and _private.has_plain_storage(self._data):
+            key = _private.storage_key(self._data)
+        what = describe(self._data) if self._pair is None else _brief(self._info)  # type: ignore[arg-type]
         where = locate(self.where)
         return SavedTensorChanged(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: '{self.name}' ({describe(kept)}), saved by {self.op}"
-            f"{' at ' + where if where else ''} for its backward, is at version {version}; it was "
-            f"saved at version {self._version}. Change a copy instead (`x = x + d` for "
-            "`x += d`), or run backward first."
+            f"operation: '{self.name}' ({what}), saved by {self.op}"
+            f"{' at ' + where if where else ''} for its backward, was changed in place"
+            f"{_changed_by(key, self._version, version)} (version {version}, saved at "
+            f"{self._version}). Change a copy instead (`x = x + d` for `x += d`), or run backward "
+            "first."
         )
 
     def __repr__(self) -> str:
         where = locate(self.where)
         return f"<saved '{self.name}' of {self.op}{' at ' + where if where else ''}, {self.state}>"
+
+
+# The last in-place changes that recorders saw, so that an error can name the culprit: which
+# storages, at which version then, by which op, where. Storages are named by their identity at the
+# time, so an entry about a freed one may match a later one; it only serves a message.
+_changes: deque[tuple[list[tuple[int, int]], str, Location | None]] = deque(maxlen=256)
+
+
+def note_change(tensors: Iterable[Tensor], op: str, where: Location | None) -> None:
+    """`op` at `where` has just changed `tensors` in place."""
+    marks = [
+        (_private.storage_key(t), t._version) for t in tensors if _private.has_plain_storage(t)
+    ]
+    _changes.append((marks, op, where))
+
+
+def _changed_by(key: int | None, saved_at: int, version: int) -> str:
+    """` by aten.add_ at train.py:88`: the first change after version `saved_at`, if known."""
+    found = [
+        (then, op, where)
+        for marks, op, where in tuple(_changes)
+        for changed, then in marks
+        if changed == key and saved_at < then <= version
+    ]
+    if not found:
+        return ""
+    _, op, place = min(found, key=lambda change: change[0])
+    where = locate(place)
+    return f" by {op}{' at ' + where if where else ''}"
 
 
 def _brief(info: SavedInfo) -> str:
