@@ -234,7 +234,7 @@ def version_probe(tensor: Tensor) -> Tensor:
     with torch._C._DisableTorchDispatch():
         _set_excluded(_VIEW_KEY, True)
         try:
-            return probe.set_()
+            return probe.set_()  # type: ignore[call-overload]
         finally:
             if not excluded:
                 _set_excluded(_VIEW_KEY, False)
