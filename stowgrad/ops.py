@@ -36,13 +36,14 @@ class Entry:
 
     `touches_views`: its kernel makes views or changes tensors in place, so the native bookkeeping
     of both must be on around it. `composite`: the op can be taken apart into others. `reshapes`: it
-    changes its argument in place, but only its sizes and strides (aten.transpose_).
+    changes its argument in place, but only its sizes and strides (aten.transpose_). `written`: the
+    position and name of each argument it changes in place.
     `fast`: its rule, if `Recorder._record_fast` can record it. `call`: what runs the kernel.
     """
 
     __slots__ = (
         "call", "composite", "fast", "handler", "inplace", "kind", "name", "reshapes", "rule",
-        "touches_views",
+        "touches_views", "written",
     )  # fmt: skip
 
     def __init__(self, name: str, kind: Kind) -> None:
@@ -52,6 +53,7 @@ class Entry:
         self.inplace = False
         self.reshapes = False
         self.touches_views = False
+        self.written: list[tuple[int, str]] = []
         self.composite = False
         self.handler: Callable[..., Any] | None = None
         self.fast: Rule | None = None
@@ -98,6 +100,7 @@ def _resolve(func: Any) -> Entry:
     entry.composite = _private.is_composite(func)
     views = any(r.alias_info is not None for r in schema.returns)
     entry.touches_views = bool(written) or views or entry.composite
+    entry.written = [(i, a.name) for i, a in enumerate(schema.arguments) if a in written]
     entry.inplace = bool(written) and written[0] is schema.arguments[0]
     entry.reshapes = entry.inplace and torch.Tag.inplace_view in func.tags
 

@@ -32,7 +32,7 @@ from .errors import GradientError, InPlaceError, NotDifferentiableError, describ
 from .graph import AccumulateNode, Edge, Location, Node, _outside, attach, leaf_edge, seam
 from .ops import Entry, Kind, _entries, entry_of
 from .rules.table import _FACTS, Plan, Rule, RuleNode
-from .saved import SavedTensor
+from .saved import SavedTensor, note_change
 
 _tracked = _private.native_requires_grad
 _set_tracked = _private.set_native_requires_grad
@@ -117,11 +117,7 @@ class Recorder(TorchDispatchMode):
         if entry.touches_views:
             if entry.composite and _private.modes_beneath():
                 return self.decompose(func, args, kwargs)
-            _include()
-            try:
-                return func(*args, **kwargs)
-            finally:
-                _exclude()
+            return self.run(entry, func, args, kwargs)
         return func(*args, **kwargs)
 
     def _record_fast(self, entry: Entry, rule: Rule, args: Any) -> Any:
@@ -230,13 +226,15 @@ class Recorder(TorchDispatchMode):
 
     def run(self, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The kernel itself, unrecorded; what it returns is a finished view where it is one."""
-        if entry.touches_views:
-            _include()
-            try:
-                return func(*args, **kwargs)
-            finally:
-                _exclude()
-        return func(*args, **kwargs)
+        if not entry.touches_views:
+            return func(*args, **kwargs)
+        _include()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _exclude()
+            if entry.written:
+                _note_change(entry, args, kwargs)
 
     # -- an op that has a rule
 
@@ -317,14 +315,7 @@ class Recorder(TorchDispatchMode):
             node.values = _values(rule, plan, args, kwargs)
 
         if rule.forward is None:
-            if entry.touches_views:
-                _include()
-                try:
-                    out = func(*args, **kwargs)
-                finally:
-                    _exclude()
-            else:
-                out = func(*args, **kwargs)
+            out = self.run(entry, func, args, kwargs)
         else:
             out = self._run_forward(rule, plan, node, saved, args, kwargs)
 
@@ -443,6 +434,18 @@ def _values(rule: Rule, plan: Plan, args: Any, kwargs: dict[str, Any]) -> dict[s
         else:
             values[key] = None
     return values
+
+
+def _note_change(entry: Entry, args: Any, kwargs: dict[str, Any]) -> None:
+    """An op has changed tensors in place: remember which, for the error that may come of it."""
+    changed: list[Tensor] = []
+    for position, name in entry.written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if isinstance(value, Tensor):
+            changed.append(value)
+        elif isinstance(value, (list, tuple)):
+            changed.extend(value)
+    note_change(changed, entry.name, user_location())
 
 
 def note_traceback(node: Node) -> None:
