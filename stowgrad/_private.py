@@ -147,6 +147,11 @@ def dispatch_keys(tensors: Iterable[Tensor]) -> Any:
     return keys - torch._C._dispatch_tls_local_exclude_set()
 
 
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether `tensor` is the wrapper that a functional transform (vmap, grad, jvp) works with."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def functorch_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
