@@ -427,12 +427,13 @@ class SavedTensor:
         )
 
     def _changed(self, version: int) -> SavedTensorChanged:
-        key: int | None = None
-        if self._storage is not None:
-            key = self._storage.key
-        elif self._data is not None and _private.has_plain_storage(self._data):
-            key = _private.storage_key(self._data)
-        what = describe(self._data) if self._pair is None else _brief(self._info)  # type: ignore[arg-type]
+        data = self._data
+        if data is not None:
+            plain = _private.has_plain_storage(data)
+            what, key = describe(data), _private.storage_key(data) if plain else None
+        else:
+            assert self._info is not None
+            what, key = _brief(self._info), self._storage.key if self._storage else None
         where = locate(self.where)
         return SavedTensorChanged(
             "one of the variables needed for gradient computation has been modified by an inplace "
