@@ -110,7 +110,7 @@ def batch_norm_forward(
     }
 
 
-@vjp(aten.batch_norm, "weight:input x mean rstd reserve kind weight.shape bias.shape",
+@vjp(aten.batch_norm, "weight:input x mean rstd reserve kind input.stride weight.shape bias.shape",
      forward=batch_norm_forward, wrt="input weight bias",
      constant="running_mean running_var")  # fmt: skip
 def batch_norm(g: Tensor, s: Any, needs: list[bool]) -> Any:
@@ -124,11 +124,12 @@ def batch_norm(g: Tensor, s: Any, needs: list[bool]) -> Any:
     if x is None:
         dims, shape = channels(g)
         scale = (s.rstd + s.eps).rsqrt()
-        scale = scale if weight is None else scale * weight
-        return (
-            g * scale.to(g.dtype).view(shape) if needs[0] else None, None,
-            g.sum(dims) if needs[2] else None,
-        )  # fmt: skip
+        scale = (scale if weight is None else scale * weight).to(g.dtype).view(shape)
+        if g.dim() in (4, 5) and s.input_stride[1] == 1:  # the format that the kernel would give
+            g = g.contiguous(
+                memory_format=torch.channels_last if g.dim() == 4 else torch.channels_last_3d
+            )
+        return g * scale if needs[0] else None, None, g.sum(dims) if needs[2] else None
     batch, running = ((s.mean, s.rstd), (None, None)) if s.training else ((None, None), (s.mean, s.rstd))
     return aten._batch_norm_impl_index_backward(
         s.kind, x, g, weight, *running, *batch, s.training, s.eps, needs, s.reserve
