@@ -419,8 +419,8 @@ def _apply_with_anomaly_detection(
             for index, grad in enumerate(results):
                 if grad is not None and grad.is_floating_point() and bool(grad.isnan().any()):
                     raise GradientError(
-                        f"Function '{node.name()}'{_at(node)} returned nan values in its {index}th "
-                        "output."
+                        f"Function '{node.name()}' returned nan values in its {index}th output"
+                        f"{_at(node)}."
                     )
         return results
     except Exception:
