@@ -492,7 +492,7 @@ def producer(tensor: Tensor) -> Edge | None:
     edge = graph.state(tensor)
     if edge is not None and (edge.version is None or edge.version == tensor._version):
         return edge
-    base = tensor._base if tensor._is_view() else None
+    base = tensor._base  # None for what is no view, and for a lazy module's parameter
     if base is None or graph.state(base) is None:
         return None
     return gradient_edge(tensor)
