@@ -134,8 +134,8 @@ vjp(aten.dist, "self other out",
 
 def _norm_backward(
     g: Tensor, x: Tensor, p: Any, norm: Tensor, dim: Any = None, keepdim: bool = False
-) -> Tensor | None:
-    """sgn(x) |x|^(p-1) norm^(1-p), and zero where the norm is zero; None (zero) for p = 0."""
+) -> Tensor:
+    """sgn(x) |x|^(p-1) norm^(1-p); zero where the norm is zero, and for p = 0."""
     p = 2.0 if p is None else float(p)
     if p == 0:
         return torch.zeros_like(x)
@@ -143,6 +143,8 @@ def _norm_backward(
     if p == 1:
         return x.sgn() * g
     if p == 2:
+        if torch.is_grad_enabled():  # PyTorch's order, which gives nan where the norm is zero
+            return g * (x / norm).masked_fill(norm == 0, 0)
         return x * (g / norm).masked_fill(norm == 0, 0)
     size = x.abs()
     if math.isinf(p):
@@ -199,7 +201,7 @@ def _prod_backward(
         flat = x.reshape(-1) if dim is None else x
         others = _exclusive_products(flat, dim or 0).reshape(x.shape)
         return g * conj(others)
-    over = {"dim": dim, "keepdim": True} if dim is not None else {}
+    over: Any = {"dim": dim, "keepdim": True} if dim is not None else {}
     zero = x == 0
     rest = x.masked_fill(zero, 1)
     product = rest.prod(**over)
