@@ -42,6 +42,7 @@ class Task:
     keep_graph: bool
     node: Node | None = None
     needed: set[Node] | None = None  # None: all nodes
+    captured: set[Node] = field(default_factory=set)  # gradients are captured there
     reachable: dict[Node, int] = field(default_factory=dict)
     callbacks: list[Callable[[], Any]] = field(default_factory=list)
 
@@ -82,6 +83,7 @@ def run(
         if not accumulate:
             for position, edge in enumerate(inputs):
                 captures.setdefault(edge.node, []).append((edge.index, position))
+            task.captured = set(captures)
         task.needed = _leading_to({e.node for e in inputs}, (e.node for e, _ in roots), accumulate)
     captured: Grads = [None] * (len(inputs) if inputs is not None else 0)
 

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._python_dispatch as _python_dispatch
 from torch import Tensor
 
 from . import _private, engine, function, graph, saved
 from .errors import NotDifferentiableError, OutsideRecordError, describe
 from .graph import AccumulateNode, Node
-from .record import gradient_edge, producer, recording, run_backward
+from .record import current_recorder, gradient_edge, producer, recording, run_backward
 
 _lock = threading.Lock()
 _users = 0
@@ -73,6 +74,8 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (Tensor, "retains_grad", lambda native: property(_retains_grad)),
         (Tensor, "retain_grad", _method(_retain_grad)),
         (Tensor, "register_hook", _method(_register_hook)),
+        (Tensor, "detach_", _here(_detach_)),
+        (torch, "detach_", _here(_detach_)),
         (Tensor, "__reduce_ex__", _make_reduce),
         (torch.autograd.graph, "_get_grad_fn_or_grad_acc", _here(_node_of)),
         (torch.autograd.Variable, "_execution_engine", _Engine),
@@ -81,6 +84,9 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (torch.autograd.forward_ad, "make_dual", _here(_no_forward_mode)),
         (torch._vmap_internals, "_vmap", _here(_vmap)),
         (torch.autograd.functional, "_vmap", _here(_vmap)),
+        (C, "_InferenceMode", _make_inference_mode),
+        (_python_dispatch, "_push_mode", _make_push),
+        (_python_dispatch, "_pop_mode", _make_pop),
         (C, "_current_graph_task_id", _here(_graph_task_id)),
         (C, "_current_autograd_node", _here(_current_node)),
         (C, "_will_engine_execute_node", _here(_will_execute)),
@@ -202,6 +208,17 @@ def _register_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
     return edge.node.register_tensor_hook(edge.index, hook)
 
 
+def _detach_(self: Tensor) -> Tensor:
+    """See torch.Tensor.detach_."""
+    if self._is_view():
+        raise RuntimeError(
+            "Can't detach views in-place. Use detach() instead. (Gradients that are views of a "
+            "bucket, as DistributedDataParallel's can be, are cleared by Optimizer.zero_grad().)"
+        )
+    graph.detach_(self)
+    return self
+
+
 def _make_reduce(original: Any) -> Any:
     def reduce(self: Tensor, protocol: Any) -> Any:
         """Pickle the data of a tracked tensor; its place in the graph stays behind."""
@@ -215,6 +232,70 @@ def _make_reduce(original: Any) -> Any:
             self._stowgrad = edge  # type: ignore[attr-defined]
 
     return reduce
+
+
+# -- modes
+
+
+def _make_inference_mode(original: Any) -> Any:
+    class InferenceMode:
+        """As PyTorch's; `inference_mode(False)` puts its autograd keys back into dispatch, which
+        while recording stay out."""
+
+        def __init__(self, mode: bool) -> None:
+            self._native = original(mode)
+            self._guard = _private.BelowAutograd() if recording() and not mode else None
+
+        def __enter__(self) -> None:
+            self._native.__enter__()
+            if self._guard is not None:
+                self._guard.__enter__()
+
+        def __exit__(self, *exc: Any) -> None:
+            if self._guard is not None:
+                self._guard.__exit__(*exc)
+            self._native.__exit__(*exc)
+
+    return InferenceMode
+
+
+def _recorder_on_top() -> Any:
+    """The recorder of this thread, if it would see the next op; else None."""
+    if not recording() or not _private.mode_count():
+        return None
+    top = _private.mode_stack()[-1]
+    return top if top is current_recorder() else None
+
+
+def _make_push(original: Any) -> Any:
+    """PyTorch's autograd sits above all modes, so the recorder does: a mode that is entered while
+    recording goes under it, and sees the ops that the recorder runs."""
+
+    def push(mode: Any) -> None:
+        recorder = _recorder_on_top()
+        if recorder is None or recorder is mode:
+            return original(mode)
+        _private.pop_mode()
+        try:
+            original(mode)
+        finally:
+            _private.push_mode(recorder)
+
+    return push
+
+
+def _make_pop(original: Any) -> Any:
+    def pop(key: Any = None) -> Any:
+        recorder = _recorder_on_top() if key is None else None
+        if recorder is None or _private.mode_count() == 1:
+            return original(key)
+        _private.pop_mode()
+        try:
+            return original(key)
+        finally:
+            _private.push_mode(recorder)
+
+    return pop
 
 
 # -- custom functions
@@ -328,7 +409,7 @@ def _will_execute(node: Any) -> bool:
         raise RuntimeError("_will_engine_execute_node can only be called inside a backward")
     if node not in task.reachable:
         return False
-    return task.needed is None or node in task.needed
+    return task.needed is None or node in task.needed or node in task.captured
 
 
 def _enabled() -> bool:

@@ -22,7 +22,7 @@ def same(fn: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     with sg.record():
         actual = fn()
-    assert_close(plain(actual), plain(expected), rtol=0, atol=0)
+    assert_close(plain(actual), plain(expected), rtol=0, atol=0, equal_nan=True)
     return actual
 
 
