@@ -271,8 +271,9 @@ class SavedTensor:
             plain = self._call_unpack(pair)
             if not graph:
                 return plain
-            if self._edge is None and self._output is None:
-                return plain
+            if not _private.native_requires_grad(plain):
+                if self._edge is None and self._output is None:
+                    return plain
             plain = _private.alias(plain)
         edge = self._edge
         if self._output is not None:
@@ -333,8 +334,11 @@ class SavedTensor:
     def remove_hooks(self) -> None:
         """Unpack and keep the plain tensor from here on."""
         if self._pair is not None:
-            self._data = self._call_unpack(self._pair)
-            self._version = self._data._version
+            data = _private.alias(self._call_unpack(self._pair))
+            if self._edge is not None:  # an output gets its edge when it is unpacked
+                attach(data, self._edge.settled())
+            self._data = data
+            self._version = data._version
             self._packed = self._info = None
             self._pair = None
             self._probe = self._storage = None
