@@ -62,6 +62,17 @@ def view_tracking_excluded() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEW_KEY)
 
 
+@contextmanager
+def view_tracking() -> Iterator[None]:
+    """Within: views are marked as such, wherever this is called."""
+    excluded = view_tracking_excluded()
+    _set_excluded(_VIEW_KEY, False)
+    try:
+        yield
+    finally:
+        _set_excluded(_VIEW_KEY, excluded)
+
+
 # Why: a mode that must be taken off the stack and put back in the middle (around rules that need
 # no recording) has no public form; `with mode:` only nests.
 push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
@@ -150,6 +161,44 @@ def dispatch_keys(tensors: Iterable[Tensor]) -> Any:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether `tensor` is the wrapper that a functional transform (vmap, grad, jvp) works with."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+# Why: while a mode's handler runs, PyTorch leaves out every dispatch key above the mode's. Ops that
+# run in there would get no autocast, and take a lazily conjugated or negated tensor as it lies.
+_LAZY_KEYS = [torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative]
+_AUTOCAST_KEYS = [
+    key for name, key in torch._C.DispatchKey.__members__.items() if name.startswith("Autocast")
+]
+_autocast_by_itself: dict[Any, list[Any]] = {}
+
+
+def resolve_lazy_views() -> None:
+    """In a mode's handler: from here on, lazy conjugates and negatives are seen to as ever."""
+    for key in _LAZY_KEYS:
+        _set_excluded(key, False)
+
+
+@contextmanager
+def as_called(func: Any) -> Iterator[None]:
+    """In a mode's handler for the composite `func`; within: the dispatch keys as they are for the
+    parts of `func` where no mode is on. That is as where it was called, except that autocast does
+    not cast the parts of an op that it casts by itself.
+    """
+    own = _autocast_by_itself.get(func)
+    if own is None:
+        own = [key for key in _AUTOCAST_KEYS if has_kernel(func, key.name)]
+        _autocast_by_itself[func] = own
+    with torch._C._RestorePythonTLSSnapshot():
+        for key in own:
+            _set_excluded(key, True)
+        yield
+
+
+def made_of_ops(func: Any) -> bool:
+    """Whether the kernel of `func` itself calls ops through the dispatcher."""
+    return func.namespace not in ("aten", "prims") or not (
+        has_kernel(func, "CPU") or has_kernel(func, "CUDA")
+    )
 
 
 def functorch_active() -> bool:
@@ -267,3 +316,16 @@ class StorageRef:
             return False
         start = whole.data_ptr()
         return start <= storage.data_ptr() < start + whole.nbytes()
+
+
+def skip_compiler(function: Any) -> Any:
+    """Decorator: torch.compile neither traces this function nor anything called from it.
+
+    Why: compiled code calls into the recorder, and the compiler would try to compile the recorder
+    too. The public `torch.compiler.disable` adds two Python frames to each call; a mark on the
+    code object adds none.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    action, strategy = eval_frame._FrameAction, eval_frame._FrameExecStrategy
+    eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+    return function

@@ -81,16 +81,19 @@ class Recorder(TorchDispatchMode):
 
     # -- the hot path: every op of the thread comes through here
 
+    @_private.skip_compiler
     def _dispatch(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         entry = _entries.get(func)
         if entry is None:
             entry = entry_of(func)
+        if entry.made_of_ops:
+            _private.resolve_lazy_views()
         if entry.kind is not Kind.PLAIN and _grad_enabled():
             if not kwargs:
                 rule = entry.fast
-                if rule is not None:
+                if rule is not None and not (entry.composite and _private.modes_beneath()):
                     return self._record_fast(entry, rule, args)
                 kwargs = {}
             count = 0
@@ -171,7 +174,7 @@ class Recorder(TorchDispatchMode):
                 saved.append(SavedTensor(value, name, rule.name, node.where, None, edge))
             else:
                 saved.append(value)
-        if plan.facts or plan.scalars:
+        if plan.fast_values:
             node.values = _values(rule, plan, args, {})
         out = entry.call(*args)
         for name in plan.outputs:
@@ -205,7 +208,7 @@ class Recorder(TorchDispatchMode):
 
     def decompose(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a composite op as its parts, each of which is recorded on its own."""
-        with self.on():
+        with _private.as_called(func), self.on():
             return _private.run_parts(func, args, kwargs)
 
     @contextmanager
@@ -653,7 +656,7 @@ class CopySlices(Node):
         )
         if not plain:  # replay the view rather than describe it by strides
             like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-            with torch.no_grad():
+            with torch.no_grad(), _private.view_tracking():
                 self._view_meta = _private.replay_view(view, like)
         self._dtypes = (base.dtype, view.dtype)
         me = weakref.ref(self)  # not a circle; `inner` lives no longer than this does

@@ -321,6 +321,7 @@ class _Engine:
     def __init__(self, native: Any) -> None:
         self._native = native
 
+    @_private.skip_compiler
     def run_backward(
         self,
         tensors: Any,
