@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .disk import ToDisk
 from .host import ToHost
+from .recompute import Recompute
 from .stow import Stow
 
-__all__ = ["Stow", "ToDisk", "ToHost"]
+__all__ = ["Recompute", "Stow", "ToDisk", "ToHost"]
