@@ -39,11 +39,12 @@ class Entry:
     changes its argument in place, but only its sizes and strides (aten.transpose_). `written`: the
     position and name of each argument it changes in place.
     `fast`: its rule, if `Recorder._record_fast` can record it. `call`: what runs the kernel.
+    `made_of_ops`: its kernel calls other ops, and may hand them lazily conjugated tensors.
     """
 
     __slots__ = (
-        "call", "composite", "fast", "handler", "inplace", "kind", "name", "reshapes", "rule",
-        "touches_views", "written",
+        "call", "composite", "fast", "handler", "inplace", "kind", "made_of_ops", "name",
+        "reshapes", "rule", "touches_views", "written",
     )  # fmt: skip
 
     def __init__(self, name: str, kind: Kind) -> None:
@@ -55,6 +56,7 @@ class Entry:
         self.touches_views = False
         self.written: list[tuple[int, str]] = []
         self.composite = False
+        self.made_of_ops = False
         self.handler: Callable[..., Any] | None = None
         self.fast: Rule | None = None
         self.call: Callable[..., Any] = _unset
@@ -74,7 +76,12 @@ _quick_calls: dict[Any, Callable[..., Any]] = {
     _aten.relu.default: torch.relu,
     _aten.mm.default: torch.mm,
     _aten.bmm.default: torch.bmm,
+    _aten.addmm.default: torch.addmm,
+    _aten.matmul.default: torch.matmul,
+    _aten.linear.default: torch.nn.functional.linear,
 }
+# Composites that have rules, and whose result is always a new tensor, made without lazy views.
+_fresh = {_aten.matmul.default, _aten.linear.default}
 
 _entries: dict[Any, Entry] = {}
 # overload -> handler(recorder, entry, func, args, kwargs)
@@ -99,7 +106,8 @@ def _resolve(func: Any) -> Entry:
     entry = Entry(schema.name.replace("::", "."), Kind.PLAIN)
     entry.composite = _private.is_composite(func)
     views = any(r.alias_info is not None for r in schema.returns)
-    entry.touches_views = bool(written) or views or entry.composite
+    entry.touches_views = bool(written) or views or (entry.composite and func not in _fresh)
+    entry.made_of_ops = func not in _fresh and _private.made_of_ops(func)
     entry.written = [(i, a.name) for i, a in enumerate(schema.arguments) if a in written]
     entry.inplace = bool(written) and written[0] is schema.arguments[0]
     entry.reshapes = entry.inplace and torch.Tag.inplace_view in func.tags

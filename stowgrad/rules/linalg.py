@@ -165,12 +165,13 @@ vjp(aten.cholesky.default, "out", self=lambda g, s: cholesky_vjp(g, s.out, s.upp
 
 
 def cholesky_vjp(g: Tensor, factor: Tensor, upper: bool) -> Tensor:
-    """d(A) of A = L L^H: the Hermitian part of L^-H phi(L^H G) L^-1, where phi keeps the lower
-    triangle and half of the diagonal. Source: Murray 2016 (arXiv 1602.07527)."""
+    """d(A) of A = L L^H: L^-H phi(L^H G) L^-1, where phi mirrors the lower triangle and halves.
+
+    Source: Murray 2016 (arXiv 1602.07527), equation 10, made Hermitian.
+    """
     low, g = (factor.mH, g.mH) if upper else (factor, g)
     phi = low.mH @ g
-    phi = 0.5 * (phi.tril() + phi.tril(-1))
-    phi = 0.5 * (phi + phi.mH)
+    phi = 0.5 * (phi.tril() + phi.tril(-1).mH)
     phi = torch.linalg.solve_triangular(low.mH, phi, upper=True)
     return torch.linalg.solve_triangular(low, phi, upper=False, left=False)
 
@@ -208,6 +209,8 @@ def det(g: Tensor, s: Any, needs: list[bool]) -> tuple[Tensor]:
     The kernel factors the transpose of a real contiguous matrix, which saves it a copy.
     """
     a = s.A
+    if not a.numel():
+        return (torch.zeros_like(a),)
     tiny = torch.finfo(a.dtype).eps
     if not torch.is_grad_enabled():
         pivot = s.LU.diagonal(0, -2, -1)
