@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 import stowgrad as sg
-from stowgrad import saved
+from stowgrad import ops, saved
+from stowgrad.rules.table import RULES
 
 
 class Recording:
@@ -67,6 +68,29 @@ class LiveBytes(TorchDispatchMode):
 
 def strided_tensors(tree: Any) -> list[Tensor]:
     return [t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.layout is torch.strided]
+
+
+@contextmanager
+def without_rule(op: Any) -> Iterator[None]:
+    """Within: the overload `op` has no rule of ours, so that it goes through the fallback."""
+    entry = ops.entry_of(op)
+    rule = RULES.pop(op)
+    del ops._entries[op]
+    try:
+        yield
+    finally:
+        RULES[op] = rule
+        ops._entries[op] = entry
+
+
+# An op of a third party that has no derivative anywhere.
+_library = torch.library.Library("stowgrad_tests", "FRAGMENT")
+_library.define("opaque(Tensor x) -> Tensor")
+_library.impl("opaque", lambda x: torch.from_numpy(x.detach().numpy() + 1), "CPU")
+
+
+def opaque(x: Tensor) -> Tensor:
+    return torch.ops.stowgrad_tests.opaque(x)
 
 
 # What record() may not leave changed behind it.

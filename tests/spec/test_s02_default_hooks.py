@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import stowgrad as sg
-from tests.helpers import Recording
+from tests.helpers import Recording, without_rule
 from tests.spec.columns import columns, eager
 
 pytestmark = pytest.mark.usefixtures("recorded")
@@ -90,15 +90,12 @@ def test_s02_apply_to_what_an_in_place_op_saves(run: Any) -> None:
 @columns(eager)
 def test_s02_apply_to_an_op_without_a_rule(run: Any) -> None:
     x, pair = leaf(), Recording()
-    with sg.saved_tensors_hooks(pair.pack, pair.unpack):
-        loss = torch.special.i0(x).sum() if _falls_back(x) else pytest.skip("i0 has a rule now")
-    run(loss)
-    assert pair.counts == (1, 1)
-    assert_close(x.grad, torch.special.i1(x.detach()))
-
-
-def _falls_back(x: Tensor) -> bool:
-    return torch.special.i0(x).grad_fn.name().startswith("Fallback")
+    with without_rule(torch.ops.aten.atan2.default), sg.saved_tensors_hooks(pair.pack, pair.unpack):
+        y = torch.atan2(x, torch.full_like(x, 2.0))
+    assert y.grad_fn.name().startswith("Fallback")
+    run(y.sum())
+    assert pair.counts == (2, 2)
+    assert_close(x.grad, 2 / (x.detach() ** 2 + 4))
 
 
 @columns(eager)

@@ -1,0 +1,177 @@
+"""S5: many threads at once, over shared parameters: right gradients or a clear error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import stowgrad as sg
+from tests.helpers import Recording, in_threads
+from tests.spec.columns import columns, eager
+
+THREADS, ROUNDS = 8, 6
+
+
+@pytest.fixture(autouse=True)
+def switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def parameters() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+
+def loss_of(params: list[Tensor], data: Tensor) -> Tensor:
+    a, b, c = params
+    hidden = (data @ a).sin() * (data @ b)
+    return (hidden @ c.t()).square().sum() + a.exp().sum()
+
+
+def inputs(n: int) -> list[Tensor]:
+    return [torch.randn(5, 4, dtype=torch.float64) for _ in range(n)]
+
+
+def expected(params: list[Tensor], batches: list[Tensor], times: int) -> list[Tensor]:
+    """By PyTorch, in one thread."""
+    loss = sum(loss_of(params, batch) for batch in batches) * times
+    return list(torch.autograd.grad(loss, params))
+
+
+@columns(eager)
+def test_s05_threads_that_record_and_run_over_shared_parameters(run: Any) -> None:
+    params, batches = parameters(), inputs(THREADS)
+    want = expected(params, batches, ROUNDS)
+
+    def work(data: Tensor) -> None:
+        for _ in range(ROUNDS):  # each enters and leaves on its own time
+            with sg.record():
+                run(loss_of(params, data))
+
+    in_threads([lambda d=d: work(d) for d in batches])
+    assert_close([p.grad for p in params], want)
+
+
+@columns(eager)
+def test_s05_threads_with_hooks_of_their_own(run: Any) -> None:
+    params, batches = parameters(), inputs(THREADS)
+    want = expected(params, batches, ROUNDS)
+    pairs = [Recording() for _ in batches]
+
+    def work(data: Tensor, pair: Recording) -> None:
+        for i in range(ROUNDS):
+            with sg.record():
+                if i % 2:
+                    with sg.saved_tensors_hooks(pair.pack, pair.unpack):
+                        loss = loss_of(params, data)
+                else:
+                    loss = loss_of(params, data)
+                run(loss)
+
+    in_threads([lambda d=d, p=p: work(d, p) for d, p in zip(batches, pairs, strict=True)])
+    assert_close([p.grad for p in params], want)
+    assert len({p.counts for p in pairs}) == 1, "each thread packed what it saved, and no more"
+    assert pairs[0].packs == pairs[0].unpacks > 0
+
+
+@columns(eager)
+def test_s05_one_graph_run_by_many_threads(run: Any) -> None:
+    params, (data,) = parameters(), inputs(1)
+    want = expected(params, [data], THREADS)
+    with sg.record():
+        loss = loss_of(params, data)
+
+    def work() -> None:
+        with sg.record():
+            run(loss, retain_graph=True)
+
+    in_threads([work] * THREADS)
+    assert_close([p.grad for p in params], want)
+
+
+@columns(eager)
+def test_s05_one_hooked_graph_run_by_many_threads(run: Any) -> None:
+    params, (data,), pair = parameters(), inputs(1), Recording()
+    want = expected(params, [data], THREADS)
+    with sg.record(), sg.saved_tensors_hooks(pair.pack, pair.unpack):
+        loss = loss_of(params, data)
+
+    def work() -> None:
+        with sg.record():
+            run(loss, retain_graph=True)
+
+    in_threads([work] * THREADS)
+    assert_close([p.grad for p in params], want)
+
+
+@columns(eager)
+def test_s05_a_graph_that_another_thread_frees_gives_right_gradients_or_an_error(run: Any) -> None:
+    """All start at once without retain_graph: whoever is late is told so; none adds a part."""
+    for _ in range(10):
+        x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+        with sg.record():
+            loss = x.sin().sin().sin().sin().sum()
+        want = torch.autograd.grad(x.sin().sin().sin().sin().sum(), x)[0]
+        done: list[int] = []
+
+        def work(loss: Tensor = loss, done: list[int] = done) -> None:
+            with sg.record():
+                try:
+                    run(loss)
+                except sg.GraphFreedError:
+                    return
+            done.append(1)
+
+        in_threads([work] * 4)
+        if done:
+            assert_close(x.grad, want * len(done))
+        else:
+            assert x.grad is None
+
+
+@columns(eager)
+def test_s05_double_backward_in_many_threads(run: Any) -> None:
+    params, batches = parameters(), inputs(4)
+
+    def penalty(data: Tensor, grad: Any) -> Tensor:
+        grads = grad(loss_of(params, data), params, create_graph=True)
+        return sum(g.square().sum() for g in grads)
+
+    want = torch.autograd.grad(sum(penalty(d, torch.autograd.grad) for d in batches), params)
+
+    def work(data: Tensor) -> None:
+        with sg.record():
+            run(penalty(data, torch.autograd.grad))
+
+    in_threads([lambda d=d: work(d) for d in batches])
+    assert_close([p.grad for p in params], list(want))
+
+
+def test_s05_entering_and_leaving_while_another_thread_trains_without_us() -> None:
+    """PyTorch's names are bound and unbound under the other thread's feet: it never notices."""
+    params, batches = parameters(), inputs(2)
+    want = expected(params, batches[:1], 40)
+
+    def plain() -> None:
+        for _ in range(40):
+            loss = loss_of(params, batches[0])
+            assert loss.grad_fn is not None
+            assert not loss.is_leaf
+            loss.backward()
+
+    def entering() -> None:
+        for _ in range(200):
+            with sg.record():
+                pass
+
+    in_threads([plain, entering, entering])
+    assert_close([p.grad for p in params], want)
