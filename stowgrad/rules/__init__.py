@@ -20,6 +20,7 @@ FAMILIES = (
     "pool",
     "norm",
     "resize",
+    "grid",
     "activation",
     "loss",
     "attention",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import stand_in
+from .common import nothing, stand_in
 from .table import vjp
 
 aten = torch.ops.aten
@@ -23,11 +23,6 @@ def pick(x: Tensor, indices: Tensor, dims: int) -> Tensor:
     The derivative of a max pool applied to a cotangent, and the reverse of max_unpool.
     """
     return x.flatten(-dims).gather(-1, indices.flatten(-dims)).view(indices.shape)
-
-
-def nothing(g: Tensor, s: Any) -> Tensor:
-    """The gradient of the `self` that a backward kernel takes for its geometry: zero."""
-    return g.new_zeros(s.self_shape)
 
 
 # fmt: off

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import stand_in
-from .pool import nothing
+from .common import nothing, stand_in
 from .table import vjp
 
 aten = torch.ops.aten
