@@ -28,6 +28,7 @@ from . import _private, graph
 from .errors import GradientError, GraphFreedError, InPlaceError, describe
 from .graph import Edge, Node, attach, call_user
 from .record import (
+    ErrorNode,
     check_inplace,
     gradient_edge,
     note_traceback,
@@ -496,21 +497,3 @@ class DelayedError:
                 if isinstance(out, Tensor):
                     attach(out, Edge(node, index, out.shape, out.dtype))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-class ErrorNode(Node):
-    """A node through which no gradient may pass."""
-
-    __slots__ = ("message",)
-
-    def __init__(self, message: str, edges: Sequence[Edge | None], outputs: int) -> None:
-        super().__init__(edges, outputs)
-        self.message = message
-
-    def name(self) -> str:
-        return "torch::autograd::Error"
-
-    def apply(
-        self, grads: list[Tensor | None], needs: Sequence[bool] | None = None
-    ) -> Sequence[Tensor | None]:
-        raise RuntimeError(self.message)

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _private, engine, graph
 from .errors import GradientError, InPlaceError, NotDifferentiableError, describe
 from .graph import AccumulateNode, Edge, Location, Node, _outside, attach, leaf_edge, seam
-from .ops import Entry, Kind, _entries, entry_of
+from .ops import SPECIAL, Entry, Kind, _entries, entry_of
 from .rules.table import _FACTS, Plan, Rule, RuleNode
 from .saved import SavedTensor, note_change
 
@@ -591,6 +591,47 @@ def check_inplace(target: Tensor) -> None:
         )
 
 
+class ErrorNode(Node):
+    """A node through which no gradient may pass."""
+
+    __slots__ = ("message",)
+
+    def __init__(self, message: str, edges: Sequence[Edge | None], outputs: int) -> None:
+        super().__init__(edges, outputs)
+        self.message = message
+
+    def name(self) -> str:
+        return "torch::autograd::Error"
+
+    def apply(
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None = None
+    ) -> Sequence[Tensor | None]:
+        raise RuntimeError(self.message)
+
+
+def _change_of_memory(
+    recorder: Recorder, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """set_() and resize_(), which give a tensor other memory: they have no derivative. What needs
+    a gradient cannot be resized; after set_() its backward fails."""
+    target = args[0]
+    if "resize" in entry.name:
+        if _tracked(target):
+            raise NotDifferentiableError(
+                f"cannot resize variables that require grad ({describe(target)})"
+            )
+        return recorder.run(entry, func, args, kwargs)
+    check_inplace(target)
+    out = recorder.run(entry, func, args, kwargs)
+    node = ErrorNode("derivative for set_ is not implemented", [], 1)
+    attach(target, Edge(node, 0, target.shape, target.dtype))
+    return out
+
+
+for _packet in (torch.ops.aten.set_, torch.ops.aten.resize_, torch.ops.aten.resize_as_):
+    SPECIAL.update({getattr(_packet, name): _change_of_memory for name in _packet.overloads()})
+
+
 def rebase(target: Tensor, node: Node, self_index: int, output: int = 0) -> None:
     """After an in-place op: `node` is the producer of what `target` holds now.
 
@@ -892,9 +933,10 @@ def run_backward(
     if accumulate:
         return ()
     if not allow_unreachable and any(g is None for g in captured):
+        missing = next(i for i, g in enumerate(captured) if g is None)
         raise NotDifferentiableError(
-            "One of the differentiated Tensors appears to not have been used in the graph. Set "
-            "allow_unused=True if this is the desired behavior."
+            f"The differentiated Tensor at index {missing} appears to not have been used in the "
+            "graph. Set allow_unused=True if this is the desired behavior."
         )
     return tuple(captured)
 

@@ -750,3 +750,33 @@ def test_function_modes_and_default_devices():
         return names.names, x.grad
 
     same(run)
+
+
+# -- ops that give a tensor other memory
+
+
+def test_set_and_resize():
+    def plain():
+        t = torch.zeros(3, dtype=torch.float64)
+        t.set_(torch.ones(2, dtype=torch.float64))
+        x = leaf()
+        with torch.no_grad():
+            x.set_(torch.ones(2, dtype=torch.float64))
+        (x * x * t).sum().backward()
+        t.resize_(5)
+        return x.grad, t.shape
+
+    def from_tracked():
+        t = torch.zeros(3, dtype=torch.float64)
+        t.set_(leaf() * 2)
+        t.sum().backward()
+
+    same(plain)
+    both_raise(
+        lambda: leaf().set_(torch.ones(2, dtype=torch.float64)), "leaf Variable that requires grad"
+    )
+    both_raise(
+        lambda: (leaf() * 1).set_(leaf().detach()).sum().backward(), "set_ is not implemented"
+    )
+    both_raise(from_tracked, "set_ is not implemented")
+    both_raise(lambda: (leaf() * 1).resize_(5), "cannot resize variables that require grad")
