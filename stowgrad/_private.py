@@ -124,6 +124,19 @@ def has_kernel(func: Any, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
+def all_aten_ops() -> list[Any]:
+    """Every overload in `torch.ops.aten`, by name. Why: the namespace lists only those in use."""
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        if name.startswith("aten::"):
+            packet, _, overload = name.removeprefix("aten::").partition(".")
+            try:
+                found.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+            except (AttributeError, RuntimeError):  # not callable from Python
+                continue
+    return found
+
+
 def is_composite(func: Any) -> bool:
     """Whether `func` is made only of other ops (CompositeImplicitAutograd)."""
     return has_kernel(func, "CompositeImplicitAutograd")

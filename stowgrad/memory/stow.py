@@ -20,7 +20,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -339,6 +340,33 @@ class Stow:
                     self._now -= self._free(handle)
             finally:
                 self._lock.release()
+
+
+@contextmanager
+def leaving_modules(pair: Stow) -> Iterator[None]:
+    """Within: `pair` leaves alone the parameters and buffers of every module that is called, and
+    what a model is given as input that needs no gradient (the batch, which its owner holds on to).
+    """
+    known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those called from outside
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module not in known:
+            pair.leave(module)
+            for inner in module.modules():
+                known.add(inner)
+                roots.discard(inner)
+            roots.add(module)
+        if module in roots:
+            for arg in args:
+                if isinstance(arg, Tensor) and not _private.native_requires_grad(arg):
+                    pair.leave(arg)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _forget(table: dict[int, _Known], key: int, ref: weakref.ref[Any]) -> None:

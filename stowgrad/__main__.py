@@ -1,0 +1,6 @@
+"""`python -m stowgrad` is the command `stowgrad`."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main()
