@@ -61,6 +61,11 @@ def current_task() -> Task | None:
     return _tasks.stack[-1] if _tasks.stack else None
 
 
+def whole() -> bool:
+    """Whether no backward that runs in this thread is limited to some inputs."""
+    return all(task.needed is None for task in _tasks.stack)
+
+
 def run(
     roots: Sequence[tuple[Edge, Tensor]],
     *,

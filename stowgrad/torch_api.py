@@ -18,12 +18,20 @@ from typing import Any
 
 import torch
 import torch.utils._python_dispatch as _python_dispatch
+import torch.utils.checkpoint as checkpoint
 from torch import Tensor
 
 from . import _private, engine, function, graph, saved
 from .errors import NotDifferentiableError, OutsideRecordError, describe
 from .graph import AccumulateNode, Node
-from .record import current_recorder, gradient_edge, producer, recording, run_backward
+from .record import (
+    current_recorder,
+    gradient_edge,
+    producer,
+    recording,
+    run_backward,
+    user_location,
+)
 
 _lock = threading.Lock()
 _users = 0
@@ -65,7 +73,7 @@ Make = Callable[[Any], Any]
 
 def _bindings() -> list[tuple[Any, str, Make]]:
     C = torch._C
-    return [
+    bindings: list[tuple[Any, str, Make]] = [
         (Tensor, "grad_fn", lambda native: property(_grad_fn)),
         (Tensor, "is_leaf", lambda native: property(_is_leaf)),
         (Tensor, "requires_grad", lambda native: property(_get_requires_grad, _set_requires_grad)),
@@ -101,6 +109,12 @@ def _bindings() -> list[tuple[Any, str, Make]]:
             _here(lambda: saved.hooks.disabled),
         ),
     ]
+    if hasattr(checkpoint, "_make_saved_tensor"):  # older releases use a Function for it
+        bindings += [
+            (checkpoint, "_make_saved_tensor", _here(_make_saved_tensor)),
+            (checkpoint, "SavedTensor", lambda native: (native, saved.SavedTensor)),
+        ]
+    return bindings
 
 
 def _here(ours: Callable[..., Any]) -> Make:
@@ -349,6 +363,12 @@ class _Engine:
             accumulate_grad,
         )  # fmt: skip
 
+    def is_checkpoint_valid(self) -> bool:
+        """Whether every backward that runs in this thread is a whole one, without `inputs`."""
+        if recording():
+            return engine.whole()
+        return bool(self._native.is_checkpoint_valid())
+
     def queue_callback(self, callback: Callable[[], Any]) -> None:
         task = engine.current_task()
         if task is None:
@@ -392,6 +412,12 @@ def _no_forward_mode(*args: Any, **kwargs: Any) -> Any:
         "forward-mode derivatives are not recorded: leave record() for torch.autograd.forward_ad, "
         "or use reverse mode"
     )
+
+
+def _make_saved_tensor(tensor: Tensor, is_output: bool) -> saved.SavedTensor:
+    """How checkpointing saves the inputs of a region: as if an op had saved them."""
+    edge = gradient_edge(tensor) if _private.native_requires_grad(tensor) else None
+    return saved.SavedTensor(tensor, "input", "checkpoint", user_location(), None, edge)
 
 
 def _graph_task_id() -> int:
