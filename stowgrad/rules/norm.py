@@ -130,7 +130,12 @@ def batch_norm(g: Tensor, s: Any, needs: list[bool]) -> Any:
                 memory_format=torch.channels_last if g.dim() == 4 else torch.channels_last_3d
             )
         return g * scale if needs[0] else None, None, g.sum(dims) if needs[2] else None
-    batch, running = ((s.mean, s.rstd), (None, None)) if s.training else ((None, None), (s.mean, s.rstd))
+    batch = s.mean, s.rstd  # in evaluation nothing reads these, but vmap wants them to be there
+    running = (None, None) if s.training else batch
+    if s.kind == 0:
+        return aten.native_batch_norm_backward(
+            g, x, weight, *running, *batch, s.training, s.eps, needs
+        )
     return aten._batch_norm_impl_index_backward(
         s.kind, x, g, weight, *running, *batch, s.training, s.eps, needs, s.reserve
     )
@@ -167,8 +172,8 @@ for op, training in (
          forward=_keeping(op, training), differentiable="out0",
          constant="running_mean running_var")  # fmt: skip
     def native_batch_norm(g: Tensor, s: Any, needs: list[bool]) -> Any:
-        by_batch, stats, none = s.by_batch, (s.mean, s.rstd), (None, None)
-        batch, running = (stats, none) if by_batch else (none, stats)
+        by_batch, batch = s.by_batch, (s.mean, s.rstd)
+        running = (None, None) if by_batch else batch
         weight = s.weight if needs[0] else None
         if s.reserve is not None and not g.is_cpu:
             return aten.batch_norm_backward(
