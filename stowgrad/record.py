@@ -247,6 +247,13 @@ class Recorder(TorchDispatchMode):
         rule = entry.rule
         assert rule is not None
         given = len(args)
+        target: Tensor | None = None
+        if entry.inplace:
+            target = args[0] if given else kwargs[rule.arguments[0]]
+            assert target is not None
+            if target.dtype not in _DIFFERENTIABLE:
+                return self.run(entry, func, args, kwargs)  # floats written to integers end here
+            check_inplace(target)
         edges: list[Edge | None] = []
         mask = 0
         bit = 1
@@ -280,13 +287,6 @@ class Recorder(TorchDispatchMode):
             self._check_constants(entry, args, kwargs)
         if not mask:
             return self.run(entry, func, args, kwargs)
-        target: Tensor | None = None
-        if entry.inplace:
-            target = args[0] if given else kwargs[rule.arguments[0]]
-            assert target is not None
-            if target.dtype not in _DIFFERENTIABLE:
-                return self.run(entry, func, args, kwargs)  # floats written to integers end here
-            check_inplace(target)
 
         plan = rule.plan(mask)
         node = rule.node_class(rule, mask, edges, plan, 1)
