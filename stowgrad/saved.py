@@ -202,7 +202,7 @@ class SavedTensor:
 
     __slots__ = (
         "__weakref__", "_aliased", "_data", "_edge", "_explicit", "_info", "_output", "_packed",
-        "_pair", "_probe", "_storage", "_version", "name", "op", "where",
+        "_pair", "_probe", "_storage", "_tick", "_version", "name", "op", "where",
     )  # fmt: skip
 
     _data: Tensor | None
@@ -228,6 +228,7 @@ class SavedTensor:
         self._output = output
         self._edge = edge
         self._pair: HookPair | None = None
+        self._tick = _changes.tick
         try:
             self._version: int = tensor._version
         except RuntimeError as error:  # an inference tensor has no version counter
@@ -443,7 +444,7 @@ class SavedTensor:
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: '{self.name}' ({what}), saved by {self.op}"
             f"{' at ' + where if where else ''} for its backward, was changed in place"
-            f"{_changed_by(key, self._version, version)} (version {version}, saved at "
+            f"{_changed_by(key, self._tick, self._version)} (version {version}, saved at "
             f"{self._version}). Change a copy instead (`x = x + d` for `x += d`), or run backward "
             "first."
         )
@@ -453,10 +454,19 @@ class SavedTensor:
         return f"<saved '{self.name}' of {self.op}{' at ' + where if where else ''}, {self.state}>"
 
 
-# The last in-place changes that recorders saw, so that an error can name the culprit: which
-# storages, at which version then, by which op, where. Storages are named by their identity at the
-# time, so an entry about a freed one may match a later one; it only serves a message.
-_changes: deque[tuple[list[tuple[int, int]], str, Location | None]] = deque(maxlen=256)
+class _Changes:
+    """The last in-place changes that recorders saw, so that an error can name the culprit.
+
+    A storage is named by its identity, which a later one may have once it is freed. Those of a
+    saved tensor cannot be freed, so what is newer than the save and of its storage is of it.
+    """
+
+    def __init__(self) -> None:
+        self.tick = 0  # how many there were
+        self.last: deque[tuple[int, list[tuple[int, int]], str, Location | None]] = deque(maxlen=256)
+
+
+_changes = _Changes()
 
 
 def note_change(tensors: Iterable[Tensor], op: str, where: Location | None) -> None:
@@ -464,22 +474,17 @@ def note_change(tensors: Iterable[Tensor], op: str, where: Location | None) -> N
     marks = [
         (_private.storage_key(t), t._version) for t in tensors if _private.has_plain_storage(t)
     ]
-    _changes.append((marks, op, where))
+    _changes.last.append((_changes.tick, marks, op, where))
+    _changes.tick += 1
 
 
-def _changed_by(key: int | None, saved_at: int, version: int) -> str:
-    """` by aten.add_ at train.py:88`: the first change after version `saved_at`, if known."""
-    found = [
-        (then, op, where)
-        for marks, op, where in tuple(_changes)
-        for changed, then in marks
-        if changed == key and saved_at < then <= version
-    ]
-    if not found:
-        return ""
-    _, op, place = min(found, key=lambda change: change[0])
-    where = locate(place)
-    return f" by {op}{' at ' + where if where else ''}"
+def _changed_by(key: int | None, tick: int, saved_at: int) -> str:
+    """` by aten.add_ at train.py:88`: the first change since `tick`, if known."""
+    for then, marks, op, place in tuple(_changes.last):
+        if then >= tick and any(k == key and version > saved_at for k, version in marks):
+            where = locate(place)
+            return f" by {op}{' at ' + where if where else ''}"
+    return ""
 
 
 def _brief(info: SavedInfo) -> str:
