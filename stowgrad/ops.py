@@ -71,6 +71,15 @@ _quick_calls: dict[Any, Callable[..., Any]] = {
     _aten.div.Tensor: torch.div,
     _aten.neg.default: torch.neg,
     _aten.exp.default: torch.exp,
+    _aten.sqrt.default: torch.sqrt,
+    _aten.rsqrt.default: torch.rsqrt,
+    _aten.square.default: torch.square,
+    _aten.pow.Tensor_Scalar: torch.pow,
+    _aten.rsub.Scalar: torch.rsub,
+    _aten.where.self: torch.where,
+    _aten.where.ScalarOther: torch.where,
+    _aten.where.ScalarSelf: torch.where,
+    _aten.masked_fill.Scalar: torch.masked_fill,
     _aten.tanh.default: torch.tanh,
     _aten.sigmoid.default: torch.sigmoid,
     _aten.relu.default: torch.relu,
@@ -81,7 +90,10 @@ _quick_calls: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: torch.nn.functional.linear,
 }
 # Composites that have rules, and whose result is always a new tensor, made without lazy views.
-_fresh = {_aten.matmul.default, _aten.linear.default}
+_fresh = {
+    _aten.matmul.default, _aten.linear.default, _aten.square.default, _aten.where.ScalarOther,
+    _aten.where.ScalarSelf,
+}  # fmt: skip
 
 _entries: dict[Any, Entry] = {}
 # overload -> handler(recorder, entry, func, args, kwargs)
@@ -125,9 +137,8 @@ def _resolve(func: Any) -> Entry:
         rule.prepare()
         entry.kind, entry.rule = Kind.RULE, rule
         if rule.simple and len(schema.returns) == 1 and not entry.touches_views:
-            if len(rule.wrt) == len(rule.tensor_args):
-                entry.fast = rule
-                entry.call = _quick_calls.get(func, func)
+            entry.fast = rule
+            entry.call = _quick_calls.get(func, func)
     elif any(a.kwarg_only for a in written):
         entry.kind = Kind.OUT
     elif func in NONDIFFERENTIABLE or not any("Tensor" in str(r.type) for r in schema.returns):

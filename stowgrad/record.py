@@ -124,8 +124,8 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _record_fast(self, entry: Entry, rule: Rule, args: Any) -> Any:
-        """As `_record_rule`, for the plainest case: tensor arguments that all have a formula, one
-        new tensor as result, no view, no keyword. Most ops of a model; no step here is spare."""
+        """As `_record_rule`, for the plainest case: no lists, one new tensor as result, no view, no
+        keyword. Most ops of a model; no step here is spare."""
         edges: list[Edge | None] = []
         mask = 0
         bit = 1
@@ -144,6 +144,10 @@ class Recorder(TorchDispatchMode):
             else:
                 edges.append(None)
             bit <<= 1
+        for position in rule.others:
+            if position < given and isinstance(args[position], Tensor) and _tracked(args[position]):
+                count = sum(isinstance(a, Tensor) and _tracked(a) for a in args)
+                return self._record(entry, rule.op, args, {}, count)
         if not mask:
             return entry.call(*args)
         if self.ops is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import conj, scaled, zero
+from .common import conj, on, scaled, zero
 from .table import vjp
 
 aten = torch.ops.aten
@@ -98,8 +98,8 @@ def pow_exponent(g: Tensor, s: Any) -> Tensor:
     x, n, out = s.self, s.exponent, s.out
     inside = (n.imag == 0) & (n.real >= 0) if n.is_complex() else n >= 0
     if not isinstance(x, Tensor):
-        slope = g * conj(out * _log(x))
-        return slope.masked_fill(inside, 0) if x == 0 else slope
+        slope = conj(out * _log(x))
+        return g * (slope.masked_fill(inside, 0) if x == 0 else slope)
     return g * conj(out * x.to(out.dtype).log()).masked_fill((x == 0) & inside, 0)
 
 
@@ -268,9 +268,10 @@ def _share(g: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == b, g / 2, g)
 
 
-vjp(aten.where.self, "condition",
-    self=lambda g, s: torch.where(s.condition, g, 0),
-    other=lambda g, s: torch.where(s.condition, 0, g))
+for _op in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
+    vjp(_op, "condition",
+        self=lambda g, s: torch.where(s.condition, g, 0),
+        other=lambda g, s: torch.where(s.condition, 0, g))
 vjp(aten.masked_fill, "mask",
     self=lambda g, s: g.masked_fill(s.mask, 0),
     value=lambda g, s: torch.where(s.mask, g, 0))
@@ -279,8 +280,5 @@ vjp(aten.masked_fill, "mask",
 
 vjp(aten.zero.default, self=zero)
 vjp(aten.fill, "value.device",
-    self=zero, value=lambda g, s: g if g.device == s.value_device else g.sum().to(s.value_device))
-vjp(aten.copy.default, "src.device",
-    self=zero, src=lambda g, s: g if g.device == s.src_device else g.to(s.src_device))
-
-vjp(aten.sum.default, "self.shape", self=lambda g, s: g.expand(s.self_shape))
+    self=zero, value=lambda g, s: on(g.sum(), s.value_device))
+vjp(aten.copy.default, "src.device", self=zero, src=lambda g, s: on(g, s.src_device))

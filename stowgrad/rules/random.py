@@ -27,4 +27,5 @@ vjp(aten.normal, "mean.shape std.shape",
 
 # -- a pathwise gradient
 
-vjp(aten._standard_gamma, "self out", self=lambda g, s: g * aten._standard_gamma_grad(s.self, s.out))
+vjp(aten._standard_gamma, "self out",
+    self=lambda g, s: g * aten._standard_gamma_grad(s.self, s.out))

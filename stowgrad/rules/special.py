@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import NotDifferentiableError
 from .table import nondifferentiable, vjp
 
 aten = torch.ops.aten
@@ -42,17 +43,26 @@ def mvlgamma(g: Tensor, s: Any) -> Tensor:
 
 
 vjp(aten.mvlgamma, "self", self=mvlgamma)
-# the regularised incomplete gamma functions of x = other: their slope is the gamma density
-vjp(aten.igamma, "self other",
-    other=lambda g, s: g * _gamma_density(s.self, s.other))
-vjp(aten.igammac, "self other",
-    other=lambda g, s: g * -_gamma_density(s.self, s.other))
-vjp(aten.special_zeta, "self other",
-    other=lambda g, s: g * (torch.special.zeta(s.self + 1, s.other) * -s.self))
 
 
-def _gamma_density(shape: Tensor, x: Tensor) -> Tensor:
+def unknown(g: Tensor, s: Any) -> Tensor:
+    """Raises only when the gradient is asked for: often that of the other argument is all."""
+    raise NotDifferentiableError(
+        "the derivatives of igamma and igammac (gammainc, gammaincc) with respect to the shape, and "
+        "of zeta with respect to the exponent, are not implemented. Detach that argument."
+    )
+
+
+def gamma_density(shape: Tensor, x: Tensor) -> Tensor:
     return ((shape - 1) * x.log() - x - shape.lgamma()).exp()
+
+
+vjp(aten.igamma, "self other", self=unknown,
+    other=lambda g, s: g * gamma_density(s.self, s.other))
+vjp(aten.igammac, "self other", self=unknown,
+    other=lambda g, s: g * -gamma_density(s.self, s.other))
+vjp(aten.special_zeta, "self other", self=unknown,
+    other=lambda g, s: g * (torch.special.zeta(s.self + 1, s.other) * -s.self))
 
 
 # -- modified Bessel functions

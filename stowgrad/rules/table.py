@@ -142,7 +142,10 @@ class Rule:
         self.scalar_names = {
             n for n in self.arguments if n not in tensor_args and n not in saved_names
         }
-        self.simple = not self.has_lists and self.forward is None and not self.list_output
+        # positions of the tensor arguments that have no formula
+        self.others = [self.position[n] for n in tensor_args if n not in names]
+        lists = "list" in tensor_args.values()
+        self.simple = not lists and self.forward is None and not self.list_output
         self._ready = True
 
     def plan(self, mask: int) -> Plan:
@@ -165,7 +168,8 @@ class Plan:
     """What one rule saves for one set of needed arguments."""
 
     __slots__ = (
-        "facts", "fast_inputs", "formulas", "index", "inputs", "kept", "outputs", "scalars",
+        "facts", "fast_inputs", "fast_values", "formulas", "index", "inputs", "kept", "outputs",
+        "scalars",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, mask: int) -> None:
@@ -205,6 +209,9 @@ class Plan:
         self.fast_inputs = [
             (n, rule.position[n], rule.wrt.index(n) if n in rule.wrt else -1) for n in self.inputs
         ]
+        # whether a call without keywords has anything but defaults to note (add's alpha is a keyword)
+        keywords = {a.name for a in rule.op._schema.arguments if a.kwarg_only}
+        self.fast_values = bool(self.facts) or not keywords.issuperset(self.scalars)
         # the formula of each argument that needs a gradient, None for the others
         self.formulas: tuple[Formula | None, ...] | None = None
         if rule.function is None and not rule.has_lists:
