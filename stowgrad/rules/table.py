@@ -392,16 +392,16 @@ class RuleNode(Node):
 
     def release(self) -> None:
         saved = self.saved
-        if saved:
-            for entry in saved:
-                if type(entry) is SavedTensor:
-                    entry.release()
-                elif isinstance(entry, (list, tuple)):
-                    for e in entry:
-                        if isinstance(e, SavedTensor):
-                            e.release()
-        if saved != ():
-            self.saved = None
+        if not saved:
+            return  # nothing was saved, so nothing is gone: the node can run again
+        for entry in saved:
+            if type(entry) is SavedTensor:
+                entry.release()
+            elif isinstance(entry, (list, tuple)):
+                for e in entry:
+                    if isinstance(e, SavedTensor):
+                        e.release()
+        self.saved = None
 
     def zeros(self, index: int) -> Tensor:
         """A zero gradient of output `index`."""
