@@ -123,6 +123,8 @@ vjp(aten.repeat, "self.shape", self=lambda g, s: _repeat_backward(g, s.self_shap
 
 def _repeat_backward(g: Tensor, shape: Sequence[int], repeats: Sequence[int]) -> Tensor:
     """Each repeated dim apart as [times, size], and the sum over the times."""
+    if 0 in repeats:
+        return g.new_zeros(shape)
     extra = len(repeats) - len(shape)
     apart = list(repeats[:extra])
     summed = list(range(extra))
