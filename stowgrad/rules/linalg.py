@@ -211,6 +211,8 @@ def det(g: Tensor, s: Any, needs: list[bool]) -> tuple[Tensor]:
     a = s.A
     if not a.numel():
         return (torch.zeros_like(a),)
+    if a.shape[-1] == 1:
+        return (_matrix(g).expand(a.shape),)
     tiny = torch.finfo(a.dtype).eps
     if not torch.is_grad_enabled():
         pivot = s.LU.diagonal(0, -2, -1)
