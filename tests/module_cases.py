@@ -10,7 +10,6 @@ import warnings
 from typing import Any
 
 import torch
-from opinfo_cases import Outcome
 from torch import Tensor
 from torch.testing import assert_close
 from torch.testing._internal.common_modules import module_db
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import stowgrad as sg
 from stowgrad.ops import Kind, entry_of
 from stowgrad.record import current_recorder
+from tests.opinfo_cases import Outcome
 
 TOLERANCE = 1e-9  # of the largest element of what is compared
 

@@ -13,10 +13,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from module_cases import check_module, modes, module_db, name
+
+from tests.module_cases import check_module, modes, module_db, name
 
 
 def main() -> int:

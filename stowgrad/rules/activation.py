@@ -1,7 +1,8 @@
 """Activations, softmax and dropout.
 
-What is saved: the output where its sign or value decides the slope (relu, hardtanh, sigmoid, tanh,
-softmax, the in-place forms of elu and leaky_relu), the input elsewhere, a bool mask for dropout.
+What is saved: the output where its sign or value decides the slope (relu, sigmoid, tanh, softmax,
+the in-place forms of elu and leaky_relu), the input elsewhere, a bool mask for dropout. Never the
+output where PyTorch saves the input: code may go on to change that output in place.
 Fused backward kernels serve first order; their own rows below are their derivatives.
 """
 
@@ -20,8 +21,8 @@ aten = torch.ops.aten
 
 vjp(aten.relu, "out", self=lambda g, s: aten.threshold_backward(g, s.out, 0))
 vjp(aten.threshold, "self", self=lambda g, s: aten.threshold_backward(g, s.self, s.threshold))
-vjp(aten.hardtanh, "out",
-    self=lambda g, s: aten.hardtanh_backward(g, s.out, s.min_val, s.max_val))
+vjp(aten.hardtanh, "self",
+    self=lambda g, s: aten.hardtanh_backward(g, s.self, s.min_val, s.max_val))
 vjp(aten.hardsigmoid, "self", self=lambda g, s: aten.hardsigmoid_backward(g, s.self))
 vjp(aten.hardshrink, "self", self=lambda g, s: aten.hardshrink_backward(g, s.self, s.lambd))
 vjp(aten.softshrink, "self", self=lambda g, s: aten.softshrink_backward(g, s.self, s.lambd))
@@ -76,21 +77,21 @@ def _rrelu(self, noise, lower=1 / 8, upper=1 / 3, training=False, generator=None
     """Training draws a slope for each negative element into `noise`, and 1 for the others: all
     that backward needs. Else the slope is fixed, and backward needs the signs."""
     out = aten.rrelu_with_noise(self, noise, lower, upper, training, generator)
-    return out, {"slopes": noise if training else self}
+    return out, {"slopes": noise if training else self > 0}
 
 
-def _rrelu_backward(g, slopes, lower, upper, training):
-    if training:
-        return g * slopes
-    return aten.leaky_relu_backward(g, slopes, (lower + upper) / 2, False)
+def _rrelu_backward(g, slopes, lower, upper):
+    if slopes.dtype == torch.bool:
+        return torch.where(slopes, g, g * ((lower + upper) / 2))
+    return g * slopes
 
 
 vjp(aten.rrelu_with_noise.default, "slopes", forward=_rrelu, constant="noise",
-    self=lambda g, s: _rrelu_backward(g, s.slopes, s.lower, s.upper, s.training))
+    self=lambda g, s: _rrelu_backward(g, s.slopes, s.lower, s.upper))
 vjp(aten.rrelu_with_noise_functional, "self noise_out", outputs="out noise_out",
     differentiable="out", constant="noise",
     self=lambda g, s: _rrelu_backward(
-        g, s.noise_out if s.training else s.self, s.lower, s.upper, s.training))
+        g, s.noise_out if s.training else s.self > 0, s.lower, s.upper))
 
 # -- smooth: each backward kernel is g f'(x), its row gives f'(x) to g and g f''(x) to x
 
