@@ -197,7 +197,7 @@ def test_s01_an_unpack_that_returns_something_else_is_an_error(
 
 @pytest.mark.parametrize("pair", [(None, lambda p: p), (lambda t: t, 3)])
 def test_s01_hooks_that_cannot_be_called_are_an_error(pair: Any) -> None:
-    y, saved = square(leaf())
+    _y, saved = square(leaf())
     with pytest.raises(sg.HookError, match="cannot be called"):
         saved.register_hooks(*pair)
     assert saved.state == "live"
@@ -214,6 +214,8 @@ def test_s01_identity_hooks_change_nothing(run: Any) -> None:
 
 def test_s01_a_pack_hook_gets_a_tensor_without_graph() -> None:
     x, got = leaf(), []
-    y, saved = square(x * 2)
-    saved.register_hooks(lambda t: (got.append(t.requires_grad), t.detach().clone())[1], lambda p: p)
+    _y, saved = square(x * 2)
+    saved.register_hooks(
+        lambda t: (got.append(t.requires_grad), t.detach().clone())[1], lambda p: p
+    )
     assert got == [False]

@@ -122,7 +122,7 @@ def test_s02_popping_more_than_was_pushed_is_an_error(push: Any, pop: Any) -> No
 @pytest.mark.parametrize("hooks", CONTEXTS)
 @pytest.mark.parametrize("pair", [(None, lambda p: p), (lambda t: t, "unpack")])
 def test_s02_hooks_that_cannot_be_called_are_an_error(hooks: Any, pair: Any) -> None:
-    with pytest.raises((sg.HookError, TypeError), match="call"):  # noqa: SIM117
+    with pytest.raises((sg.HookError, TypeError), match="call"):
         with hooks(*pair):
             leaf().exp()
     assert sg.saved.hooks.pairs == []
@@ -179,7 +179,9 @@ def test_s02_a_default_unpack_that_returns_something_else_is_an_error(run: Any) 
     x = leaf()
     with sg.saved_tensors_hooks(lambda t: None, lambda p: torch.zeros(7)):
         loss = x.sin().sum()
-    with pytest.raises(sg.HookError, match=r"'self' of aten\.sin at .*float32 \[7\].*float64 \[3\]"):
+    with pytest.raises(
+        sg.HookError, match=r"'self' of aten\.sin at .*float32 \[7\].*float64 \[3\]"
+    ):
         run(loss)
 
 

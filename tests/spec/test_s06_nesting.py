@@ -23,7 +23,7 @@ def leaf() -> Tensor:
 @columns(eager)
 def test_s06_only_the_innermost_pair_applies(run: Any) -> None:
     x, outer, inner = leaf(), Recording(), Recording()
-    with sg.saved_tensors_hooks(outer.pack, outer.unpack):  # noqa: SIM117
+    with sg.saved_tensors_hooks(outer.pack, outer.unpack):
         with sg.saved_tensors_hooks(inner.pack, inner.unpack):
             loss = (x * x).sum()
     run(loss)
@@ -69,7 +69,7 @@ def test_s06_leaving_by_an_exception_drops_pairs_that_were_pushed_within() -> No
 @columns(eager)
 def test_s06_one_pair_in_two_places(run: Any) -> None:
     x, pair = leaf(), Recording()
-    with sg.saved_tensors_hooks(pair.pack, pair.unpack):  # noqa: SIM117
+    with sg.saved_tensors_hooks(pair.pack, pair.unpack):
         with sg.saved_tensors_hooks(pair.pack, pair.unpack):
             loss = x.exp().sum()
     run(loss)

@@ -27,7 +27,7 @@ BOTH = pytest.mark.parametrize(
 @BOTH
 def test_s08_entering_while_disabled_raises_with_the_message(disable: Any, enter: Any) -> None:
     pair = Recording()
-    with disable("no hooks in here"):  # noqa: SIM117
+    with disable("no hooks in here"):
         with pytest.raises(sg.HooksDisabledError, match="no hooks in here"):
             with enter(pair.pack, pair.unpack):
                 pass
@@ -45,7 +45,7 @@ def test_s08_without_a_message_there_is_one() -> None:
 def test_s08_disabling_while_hooks_are_active_raises(disable: Any, enter: Any) -> None:
     x, pair = torch.ones(3, requires_grad=True), Recording()
     with enter(pair.pack, pair.unpack):
-        with pytest.raises(sg.HooksDisabledError, match="while a pair is active"):  # noqa: SIM117
+        with pytest.raises(sg.HooksDisabledError, match="while a pair is active"):
             with disable("message"):
                 pass
         x.exp()
@@ -95,7 +95,7 @@ def test_s08_what_is_saved_is_not_affected() -> None:
 
 def test_s08_save_on_cpu_obeys() -> None:
     """A public context built on hooks."""
-    with sg.disable_saved_tensors_hooks("not now"):  # noqa: SIM117
+    with sg.disable_saved_tensors_hooks("not now"):
         with pytest.raises(sg.HooksDisabledError, match="not now"):
             with torch.autograd.graph.save_on_cpu():
                 pass
