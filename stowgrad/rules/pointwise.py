@@ -36,8 +36,8 @@ vjp(aten.neg, self=lambda g, s: -g)
 vjp(aten.reciprocal, "out", self=lambda g, s: g * conj(-s.out * s.out))
 vjp(aten.addcmul, "tensor1 tensor2",
     self=lambda g, s: g,
-    tensor1=lambda g, s: scaled(g * conj(s.tensor2), conj(s.value)),
-    tensor2=lambda g, s: scaled(g * conj(s.tensor1), conj(s.value)))
+    tensor1=lambda g, s: g * conj(scaled(s.tensor2, s.value)),
+    tensor2=lambda g, s: g * conj(scaled(s.tensor1, s.value)))
 vjp(aten.addcdiv, "tensor1 tensor2",
     self=lambda g, s: g,
     tensor1=lambda g, s: scaled(g / conj(s.tensor2), conj(s.value)),
