@@ -87,7 +87,9 @@ def convolution_backward(g: Any, s: Any, needs: list[bool]) -> Any:
 _SAVES = "self:weight weight:self self.shape self.stride weight.shape weight.stride bias.shape"
 
 
-def _direct(g: Tensor, s: Any, needs: list[bool], dilation: Any, transposed: bool, groups: int) -> Any:
+def _direct(
+    g: Tensor, s: Any, needs: list[bool], dilation: Any, transposed: bool, groups: int
+) -> Any:
     """As `convolution`, for an op that calls its input `self`."""
     x = s.self if needs[1] else stand_in(g, s.self_shape, s.self_stride)
     w = s.weight if needs[0] else stand_in(g, s.weight_shape, s.weight_stride)

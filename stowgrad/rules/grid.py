@@ -26,10 +26,10 @@ ZEROS, BORDER, REFLECTION = 0, 1, 2
 
 
 class Tap(NamedTuple):
-    """One neighbour of the sampled positions along one dim; all but `index` differentiable."""
+    """One neighbour, along one dim, of each sampled position."""
 
-    index: Tensor
-    inside: Tensor
+    at: Tensor  # its index, clipped to the input
+    inside: Tensor  # whether it is one
     weight: Tensor
     slope: Tensor  # dw / d position
     curve: Tensor  # its second derivative
@@ -114,7 +114,9 @@ def _lookup(at: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return at.clamp(0, size - 1).nan_to_num(0).long(), inside
 
 
-def along(v: Tensor, grad: Tensor, x: Tensor, grid: Tensor, how: Any) -> tuple[Tensor, Tensor, Tensor]:
+def along(
+    v: Tensor, grad: Tensor, x: Tensor, grid: Tensor, how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of L = <grad, D>, where D is the derivative of the sample of x at `grid` in
     the direction v: with respect to grad (which is D), x and grid.
 
@@ -133,15 +135,17 @@ def along(v: Tensor, grad: Tensor, x: Tensor, grid: Tensor, how: Any) -> tuple[T
     d_grad, d_x = torch.zeros_like(grads), torch.zeros_like(values)
     d_position = [torch.zeros_like(s) for s in slopes]
     for taps in itertools.product(*(taps for taps, _ in axes)):
-        index, inside = taps[0].index, taps[0].inside
+        index, inside = taps[0].at, taps[0].inside
         for size, tap in zip(sizes[1:], taps[1:], strict=True):
-            index, inside = index * size + tap.index, inside & tap.inside
+            index, inside = index * size + tap.at, inside & tap.inside
 
-        def product(orders: list[int], taps: Any = taps) -> Any:
-            return math.prod((t.weight, t.slope, t.curve)[o] for t, o in zip(taps, orders))
+        def product(*slopes: int, taps: Any = taps) -> Any:
+            """The weight of the taps, differentiated once along each of the dims `slopes`."""
+            orders = [slopes.count(d) for d in range(rank)]
+            pairs = zip(taps, orders, strict=True)
+            return math.prod((t.weight, t.slope, t.curve)[order] for t, order in pairs)
 
-        unit = [[int(d == e) for e in range(rank)] for d in range(rank)]
-        weight = sum(step[d] * product(unit[d]) for d in range(rank)) * inside
+        weight = sum(step[d] * product(d) for d in range(rank)) * inside
         where = index.flatten(1).unsqueeze(1).expand(batch, width, -1)
         weight = weight.flatten(1).unsqueeze(1)
         found = values.gather(2, where)
@@ -149,9 +153,7 @@ def along(v: Tensor, grad: Tensor, x: Tensor, grid: Tensor, how: Any) -> tuple[T
         d_x = d_x.scatter_add(2, where, grads * weight)
         pull = (grads * found).sum(1).view(inside.shape) * inside
         for e in range(rank):
-            change = sum(
-                step[d] * product([a + b for a, b in zip(unit[d], unit[e])]) for d in range(rank)
-            )
+            change = sum(step[d] * product(d, e) for d in range(rank))
             d_position[e] = d_position[e] + pull * change
     d_grid = [d_position[e] * slopes[e] for e in reversed(range(rank))]
     return d_grad.view(grad.shape), d_x.view(x.shape), torch.stack(d_grid, -1)

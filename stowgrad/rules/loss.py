@@ -28,7 +28,7 @@ def scaled(x: Tensor, reduction: int) -> Tensor:
 
 
 # fmt: off
-# op                            saves                       gradient of each tensor argument, given g
+# op                        saves                       gradient of each tensor argument, given g
 vjp(aten.mse_loss.default, "self target",
     self=lambda g, s: aten.mse_loss_backward(g, s.self, s.target, s.reduction),
     target=lambda g, s: aten.mse_loss_backward(g, s.target, s.self, s.reduction))
@@ -84,7 +84,7 @@ vjp(aten.multilabel_margin_loss_forward.default, "self target is_target",
     self=lambda g, s: aten.multilabel_margin_loss_backward(
         g, s.self, s.target, s.reduction, s.is_target))
 
-NLL = {"outputs": "out total_weight", "differentiable": "out"}
+NLL: Any = {"outputs": "out total_weight", "differentiable": "out"}
 
 vjp(aten.nll_loss_forward.default, "self.shape self.stride target weight total_weight", **NLL,
     self=lambda g, s: aten.nll_loss_backward(
@@ -94,12 +94,14 @@ vjp(aten.nll_loss2d_forward.default, "self.shape self.stride target weight total
     self=lambda g, s: aten.nll_loss2d_backward(
         g, stand_in(g, s.self_shape, s.self_stride), s.target, s.weight, s.reduction,
         s.ignore_index, s.total_weight))
-vjp(aten.nll_loss_backward.default, "target weight self.shape", constant="total_weight", self=nothing,
+vjp(aten.nll_loss_backward.default, "target weight self.shape",
+    constant="total_weight", self=nothing,
     grad_output=lambda g, s: aten.nll_loss(g, s.target, s.weight, s.reduction, s.ignore_index))
-vjp(aten.nll_loss2d_backward.default, "target weight self.shape", constant="total_weight", self=nothing,
+vjp(aten.nll_loss2d_backward.default, "target weight self.shape",
+    constant="total_weight", self=nothing,
     grad_output=lambda g, s: aten.nll_loss2d(g, s.target, s.weight, s.reduction, s.ignore_index))
 
-CTC = {"outputs": "loss alpha", "differentiable": "loss"}
+CTC: Any = {"outputs": "loss alpha", "differentiable": "loss"}
 
 vjp(aten._ctc_loss.default, "log_probs targets loss alpha", **CTC,
     log_probs=lambda g, s: aten._ctc_loss_backward(

@@ -105,7 +105,7 @@ def batch_norm_forward(
         "x": None if scales_only else input,
         "mean": mean if training else running_mean,
         "rstd": rstd if training else running_var,
-        "reserve": reserve,
+        "reserve": reserve if kind else None,  # what cudnn keeps
         "kind": kind,
     }
 
@@ -117,8 +117,8 @@ def batch_norm(g: Tensor, s: Any, needs: list[bool]) -> Any:
     """By whichever kernel the forward chose; in evaluation, `mean` and `rstd` (there: the
     variance) are the running ones, constants, and x' = g weight rstd."""
     if g.numel() == 0:  # of any shape; the kernels crash
-        shapes = (s.weight_shape, s.bias_shape)
-        return g, *(g.new_zeros(a) if a and need else None for a, need in zip(shapes, needs[1:]))
+        d_weight = g.new_zeros(s.weight_shape) if needs[1] else None
+        return g, d_weight, g.new_zeros(s.bias_shape) if needs[2] else None
     x = s.x
     weight = s.weight if needs[0] else None
     if x is None:
@@ -244,7 +244,9 @@ def cudnn_batch_norm_backward(g: Any, s: Any, needs: list[bool]) -> Any:
 # -- layer norm
 
 
-def layer_norm_forward(input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+def layer_norm_forward(
+    input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+):
     out, mean, rstd = aten.native_layer_norm(input, normalized_shape, weight, bias, eps)
     return out, {"mean": mean, "rstd": rstd}
 
@@ -291,7 +293,7 @@ def native_group_norm(g: Any, s: Any, needs: list[bool]) -> Any:
         count = max(s.C // s.group * s.HxW, 1)
         x = x.reshape(s.N, s.group, s.C // s.group * s.HxW)
         mean, rstd = statistics(x, s.mean.view(s.N, s.group, 1), s.rstd.view(s.N, s.group, 1), 2)
-        more = 0 if d_mean is None else d_mean.view(s.N, s.group, 1) / count
+        more: Any = 0 if d_mean is None else d_mean.view(s.N, s.group, 1) / count
         if d_rstd is not None:
             more = more - d_rstd.view(s.N, s.group, 1) * rstd.pow(3) * (x - mean) / count
         more = more.expand(x.shape).reshape(s.input.shape)
@@ -348,7 +350,9 @@ def root_mean_square(x: Tensor, rstd: Tensor, dims: Any) -> Tensor:
     return (square + (rstd.pow(-2) - square).detach()).rsqrt()
 
 
-def rms_norm_backward(g: Tensor, x: Tensor, weight: Any, rstd: Tensor, shape: Any, needs: Any) -> Any:
+def rms_norm_backward(
+    g: Tensor, x: Tensor, weight: Any, rstd: Tensor, shape: Any, needs: Any
+) -> Any:
     """With z = x rstd and h = g weight: x' = rstd (h - z <h z>), weight' = g z; holomorphic in x.
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467).

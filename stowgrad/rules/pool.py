@@ -33,10 +33,14 @@ vjp(aten.avg_pool2d.default, "self.shape self.stride", self=lambda g, s: aten.av
 vjp(aten.avg_pool3d.default, "self.shape self.stride", self=lambda g, s: aten.avg_pool3d_backward(
     g, stand_in(g, s.self_shape, s.self_stride), s.kernel_size, s.stride, s.padding, s.ceil_mode,
     s.count_include_pad, s.divisor_override))
-vjp(aten.avg_pool2d_backward.default, "self.shape", self=nothing, grad_output=lambda g, s: aten.avg_pool2d(
-    g, s.kernel_size, s.stride, s.padding, s.ceil_mode, s.count_include_pad, s.divisor_override))
-vjp(aten.avg_pool3d_backward.default, "self.shape", self=nothing, grad_output=lambda g, s: aten.avg_pool3d(
-    g, s.kernel_size, s.stride, s.padding, s.ceil_mode, s.count_include_pad, s.divisor_override))
+vjp(aten.avg_pool2d_backward.default, "self.shape", self=nothing,
+    grad_output=lambda g, s: aten.avg_pool2d(
+        g, s.kernel_size, s.stride, s.padding, s.ceil_mode, s.count_include_pad,
+        s.divisor_override))
+vjp(aten.avg_pool3d_backward.default, "self.shape", self=nothing,
+    grad_output=lambda g, s: aten.avg_pool3d(
+        g, s.kernel_size, s.stride, s.padding, s.ceil_mode, s.count_include_pad,
+        s.divisor_override))
 
 vjp(aten._adaptive_avg_pool2d.default, "self.shape self.stride",
     self=lambda g, s: aten._adaptive_avg_pool2d_backward(
@@ -49,7 +53,7 @@ vjp(aten._adaptive_avg_pool2d_backward.default, "grad_output.shape self.shape", 
 vjp(aten._adaptive_avg_pool3d_backward.default, "grad_output.shape self.shape", self=nothing,
     grad_output=lambda g, s: aten._adaptive_avg_pool3d(g, s.grad_output_shape[-3:]))
 
-MAX = {"outputs": "out indices", "differentiable": "out"}
+MAX: Any = {"outputs": "out indices", "differentiable": "out"}
 
 vjp(aten.max_pool2d_with_indices.default, "self.shape self.stride indices", **MAX,
     self=lambda g, s: aten.max_pool2d_with_indices_backward(

@@ -1,4 +1,4 @@
-"""Up- and downsampling, padding by reflection or repetition, pixel and channel shuffles, affine grids.
+"""Resampling, padding by reflection or repetition, pixel and channel shuffles, affine grids.
 
 All of these are linear, so nothing but shapes is saved, and the rule of each backward kernel is
 the forward op. Padding with a constant is in shape.py, grid sampling in grid.py.
@@ -55,7 +55,8 @@ for name in (
 
 vjp(aten.upsample_trilinear3d.default, "self.shape",
     self=lambda g, s: aten.upsample_trilinear3d_backward(
-        g, s.output_size, s.self_shape, s.align_corners, s.scales_d, s.scales_h, s.scales_w))  # fmt: skip
+        g, s.output_size, s.self_shape, s.align_corners, s.scales_d, s.scales_h, s.scales_w)
+)  # fmt: skip
 vjp(aten.upsample_trilinear3d_backward.default, grad_output=lambda g, s: aten.upsample_trilinear3d(
     g, s.output_size, s.align_corners, s.scales_d, s.scales_h, s.scales_w))  # fmt: skip
 
