@@ -21,7 +21,7 @@ def gradients(fn: Callable[[Tensor], Any], x: Tensor, order: int = 1) -> list[Te
     """The gradients, up to `order`, of a random combination of what `fn(x)` returns."""
     leaf = x.detach().clone().requires_grad_()
     out = fn(leaf)
-    outs = [o for o in (out if isinstance(out, (list, tuple)) else [out]) if o.requires_grad]
+    outs = list(out) if isinstance(out, (list, tuple)) else [out]
     torch.manual_seed(3)
     found: list[Tensor | None] = []
     for _ in range(order):
