@@ -16,6 +16,7 @@ from .errors import (
     StowError,
     StowgradError,
 )
+from .memory.checkpoint import checkpoint
 from .record import record, recording
 from .saved import (
     SavedInfo,
@@ -44,6 +45,7 @@ __all__ = [
     "StowError",
     "StowgradError",
     "backward",
+    "checkpoint",
     "compose",
     "disable_saved_tensors_hooks",
     "grad",

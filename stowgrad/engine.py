@@ -19,6 +19,7 @@ import heapq
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -45,6 +46,8 @@ class Task:
     captured: set[Node] = field(default_factory=set)  # gradients are captured there
     reachable: dict[Node, int] = field(default_factory=dict)
     callbacks: list[Callable[[], Any]] = field(default_factory=list)
+    # what hooks keep until it is over, or until the key is gone
+    notes: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 class _Tasks(threading.local):
@@ -137,33 +140,42 @@ def _loop(
         else:
             node = heapq.heappop(ready)[2]
         grads: Grads | None = arrived.pop(node, None)
+        runs = grads is not None or node.runs_without_gradient
         if grads is None:
             grads = [None] * node.outputs
         task.node = node
         hooks = node.hooks
-        if hooks is not None or type(node) is AccumulateNode:
-            grads = _before(node, hooks, grads)
+        hooked = hooks is not None or type(node) is AccumulateNode
         needs: Sequence[bool] | None = None
         edges = node.edges
         if needed is not None:
-            if captures is not None and node in captures:
+            executed = node in needed
+            if hooked and not executed:
+                grads = _tensor_hooks(node, hooks, grads)
+            if captures is not None and node in captures:  # of an executed node: before its hooks
                 for index, position in captures[node]:
                     captured[position] = grads[index]
-            if node not in needed:
+            if not executed:
                 continue
             needs = [
                 e is not None
                 and (e.node in needed or (captures is not None and e.node in captures))
                 for e in edges
             ]
-        if anomaly:
+        if hooked:
+            grads = _before(node, hooks, grads)
+            runs = runs or any(g is not None for g in grads)
+        kept = list(grads) if hooks is not None and hooks.post else None
+        if not runs:  # no gradient arrived at it; it passes that on, and its hooks see it
+            results: Sequence[Tensor | None] = [None] * len(edges)
+        elif anomaly:
             results = _apply_with_anomaly_detection(node, grads, needs)
-        elif hooks is not None and hooks.post:
-            kept = list(grads)
-            results = _after(node, hooks, node.apply(grads, needs), kept)
-            del kept
         else:
             results = node.apply(grads, needs)
+        if kept is not None:
+            assert hooks is not None
+            results = _after(node, hooks, results, kept)
+            kept = None
         del grads
         if not keep_graph:
             node.release()
@@ -193,41 +205,13 @@ def _loop(
             left = dependencies[target] - 1
             dependencies[target] = left
             if left == 0:
-                if target not in arrived and not _must_run(target):
-                    _skip(target, dependencies, arrived, ready, tie)
-                elif ready or following is not None:
-                    heapq.heappush(ready, (-target.seq, next(tie), target))
-                else:
+                if not ready and following is None:
                     following = target
-        if following is not None and ready:
-            heapq.heappush(ready, (-following.seq, next(tie), following))
-            following = None
-
-
-def _must_run(node: Node) -> bool:
-    """Whether a node runs although no gradient arrived for it (custom functions do)."""
-    return getattr(node, "runs_without_gradient", False)
-
-
-def _skip(
-    node: Node,
-    dependencies: dict[Node, int],
-    arrived: dict[Node, Grads],
-    ready: list[tuple[float, int, Node]],
-    tie: Any,
-) -> None:
-    """No gradient arrived at `node`: pass that on, for a node further down may wait for it."""
-    todo = [node]
-    while todo:
-        for edge in todo.pop().edges:
-            if edge is not None:
-                target = edge.node
-                dependencies[target] -= 1
-                if dependencies[target] == 0:
-                    if target in arrived or _must_run(target):
-                        heapq.heappush(ready, (-target.seq, next(tie), target))
-                    else:
-                        todo.append(target)
+                    continue
+                if following is not None:
+                    heapq.heappush(ready, (-following.seq, next(tie), following))
+                    following = None
+                heapq.heappush(ready, (-target.seq, next(tie), target))
 
 
 def _deliver(arrived: dict[Node, Grads], edge: Edge, grad: Any, in_place: bool) -> None:
@@ -294,30 +278,43 @@ def _expandable(shape: torch.Size, target: torch.Size) -> bool:
 
 
 def _before(node: Node, hooks: NodeHooks | None, grads: Grads) -> Grads:
-    """Tensor hooks of each output, then retain_grad, then the node's pre-hooks."""
+    """The hooks that run before a node: of its outputs, then its own."""
+    grads = _tensor_hooks(node, hooks, grads)
+    for hook in tuple(hooks.pre.values()) if hooks is not None else ():
+        result = call_user(hook, tuple(grads))
+        if result is not None:
+            new = list(result) if isinstance(result, (tuple, list)) else [result]
+            if len(new) != len(grads):
+                raise GradientError(
+                    f"a pre-hook on {node.name()}{_at(node)} returned {len(new)} gradients; the "
+                    f"node has {len(grads)} outputs"
+                )
+            grads = new
+    return grads
+
+
+def _tensor_hooks(node: Node, hooks: NodeHooks | None, grads: Grads) -> Grads:
+    """The hooks of each output, in order of registration, then retain_grad()."""
     grads = list(grads)
     if type(node) is AccumulateNode:
         leaf_hooks = _private.native_hooks(node.variable)
-        if leaf_hooks and grads[0] is not None:
-            grads[0] = _tensor_hooks(leaf_hooks.values(), grads[0], node)
+        if leaf_hooks:
+            grads[0] = _call_tensor_hooks(leaf_hooks.values(), grads[0], node)
     if hooks is None:
         return grads
     for index, fns in hooks.tensor.items():
-        grad = grads[index]
-        if grad is not None and fns:
-            grads[index] = _tensor_hooks(fns.values(), grad, node)
+        if fns:
+            grads[index] = _call_tensor_hooks(fns.values(), grads[index], node)
     for index, ref in hooks.retained.items():
         tensor, grad = ref(), grads[index]
         if tensor is not None and grad is not None:
             _retain(tensor, grad)
-    for hook in tuple(hooks.pre.values()):
-        result = call_user(hook, tuple(grads))
-        if result is not None:
-            grads = list(result) if isinstance(result, (tuple, list)) else [result]
     return grads
 
 
-def _tensor_hooks(fns: Iterable[Callable[..., Any]], grad: Tensor, node: Node) -> Tensor:
+def _call_tensor_hooks(
+    fns: Iterable[Callable[..., Any]], grad: Tensor | None, node: Node
+) -> Tensor | None:
     for hook in tuple(fns):
         result = call_user(hook, grad)
         if result is None:
@@ -326,6 +323,11 @@ def _tensor_hooks(fns: Iterable[Callable[..., Any]], grad: Tensor, node: Node) -
             raise TypeError(
                 f"a tensor hook on an output of {node.name()} must return None or a tensor, not "
                 f"{type(result).__name__}"
+            )
+        if grad is None:
+            raise GradientError(
+                f"hook {getattr(hook, '__name__', hook)!r} has put a gradient where none arrived, "
+                f"at an output of {node.name()}{_at(node)}"
             )
         for what in ("shape", "dtype", "device"):
             was, now = getattr(grad, what), getattr(result, what)
