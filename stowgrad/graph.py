@@ -91,6 +91,8 @@ class Node:
     __slots__ = ("__weakref__", "_metadata", "edges", "hooks", "outputs", "seq", "where", "within")
 
     edges: Sequence[Edge | None]
+    # Whether `apply` is called although no gradient arrived, rather than passing that on.
+    runs_without_gradient = False
     within: Callable[[], Edge]  # set only where this node is a part of another
 
     def __init__(self, edges: Sequence[Edge | None], outputs: int = 1) -> None:
@@ -205,6 +207,8 @@ class AccumulateNode(Node):
 
     __slots__ = ("_lock", "variable")
 
+    runs_without_gradient = True  # its hooks run, as PyTorch's do
+
     def __init__(self, variable: Tensor) -> None:
         super().__init__(())
         self.seq = float("inf")
@@ -227,10 +231,10 @@ class AccumulateNode(Node):
             grads.clear()
             with self._lock:  # several threads may reach one leaf at once
                 accumulate(self.variable, grad)
-            hooks = self.variable._post_accumulate_grad_hooks
-            if hooks:
-                for hook in tuple(hooks.values()):
-                    call_user(hook, self.variable)
+        hooks = self.variable._post_accumulate_grad_hooks
+        if hooks:
+            for hook in tuple(hooks.values()):
+                call_user(hook, self.variable)
         return ()
 
 
