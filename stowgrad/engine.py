@@ -149,13 +149,12 @@ def _loop(
         needs: Sequence[bool] | None = None
         edges = node.edges
         if needed is not None:
-            executed = node in needed
-            if hooked and not executed:
-                grads = _tensor_hooks(node, hooks, grads)
-            if captures is not None and node in captures:  # of an executed node: before its hooks
+            if captures is not None and node in captures:
+                if hooked and node not in needed:  # PyTorch captures what runs before its hooks
+                    grads = _tensor_hooks(node, hooks, grads)
                 for index, position in captures[node]:
                     captured[position] = grads[index]
-            if not executed:
+            if node not in needed:
                 continue
             needs = [
                 e is not None
