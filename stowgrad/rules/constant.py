@@ -18,7 +18,11 @@ nondifferentiable(
     aten.logical_not, aten.logical_xor, aten.isclose, aten.allclose, aten.equal, aten.is_nonzero,
     aten.argmax, aten.argmin, aten.argsort, aten.nonzero, aten.count_nonzero, aten.searchsorted,
     aten.bucketize, aten.histc, aten.any, aten.all, aten.multinomial,
-    aten._local_scalar_dense, aten.item, aten.isin,
+    aten._local_scalar_dense, aten.item, aten.isin, aten._is_all_true, aten._is_any_true,
+    aten.hash_tensor, aten.nonzero_static, aten.indices, aten._indices, aten._values,
+    aten.crow_indices, aten.col_indices, aten.ccol_indices, aten.row_indices,
+    aten.logical_and_, aten.logical_or_, aten.logical_not_, aten.logical_xor_,
+    aten.record_stream, aten._coalesced_,
 )  # fmt: skip
 
 # compared in place, the answer written over a tensor that may need gradients: 0 or 1, so no slope

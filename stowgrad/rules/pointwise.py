@@ -204,6 +204,16 @@ vjp(aten.nextafter, "self other",
     self=lambda g, s: g.masked_fill(s.self == s.other, 0), other=zero)
 vjp(aten.nan_to_num, "self", self=lambda g, s: g * s.self.isfinite())
 
+# rounding for training with quantised values passes the gradient where nothing was cut off
+for _op in (
+    aten.fake_quantize_per_tensor_affine_cachemask.default,
+    aten.fake_quantize_per_channel_affine_cachemask.default,
+    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
+):
+    vjp(_op, "mask", outputs="out mask", differentiable="out",
+        self=lambda g, s: g * s.mask)
+
+
 
 @vjp(aten.sgn, "self out", wrt="self")
 def sgn(g: Tensor, s: Any, needs: Any) -> Tensor:

@@ -17,6 +17,11 @@ for _op in (
 ):  # fmt: skip
     for _name in _op.overloads():
         vjp(getattr(_op, _name), self=zero, p=zero)
+for _op in (
+    aten.normal_functional, aten.uniform, aten.exponential, aten.cauchy, aten.log_normal,
+    aten.geometric, aten.random,
+):  # fmt: skip
+    vjp(_op, self=zero)
 
 # -- drawn with a parameter, through which no gradient flows
 

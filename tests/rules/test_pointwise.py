@@ -157,6 +157,21 @@ def test_each_gradient_has_the_dtype_and_shape_of_its_argument(dtype):
     torch.testing.assert_close(got, expected)
 
 
+def test_fake_quantisation_passes_the_gradient_where_nothing_is_cut_off():
+    scale, point = torch.tensor(0.1), torch.tensor(0, dtype=torch.int32)
+
+    def fn(x):
+        per_channel = torch.full((6,), 0.1), torch.zeros(6, dtype=torch.int32)
+        return (
+            torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -5, 5)
+            + torch.fake_quantize_per_tensor_affine(x, scale, point, -5, 5) * 2
+            + torch.fake_quantize_per_channel_affine(x, *per_channel, 1, -5, 5) * 3
+        )
+
+    agree(fn, matrix(dtype=torch.float32))
+    assert {t.dtype for t in saved_by(fn, matrix(dtype=torch.float32))} == {torch.bool}
+
+
 # -- in place
 
 
