@@ -743,3 +743,24 @@ def test_a_region_is_gone_with_its_graph():
                 assert ref() is None
     finally:
         gc.enable()
+
+
+def test_a_backward_that_writes_to_what_it_unpacked_spoils_no_later_one():
+    class Greedy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.exp()
+            ctx.save_for_backward(y.clone())
+            return y
+
+        @staticmethod
+        def backward(ctx, g):
+            return ctx.saved_tensors[0].mul_(g)
+
+    with sg.record():
+        x = leaf()
+        y = sg.checkpoint(lambda x: Greedy.apply(x.sin()) * 3, x).sum()
+        (expected,) = torch.autograd.grad((x.sin().exp() * 3).sum(), x)
+        for _ in range(3):
+            (g,) = torch.autograd.grad(y, x, retain_graph=True)
+            assert_close(g, expected)
