@@ -7,6 +7,7 @@ gives every source the gradient of its place, ties of amin and amax share it equ
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,10 +87,15 @@ vjp(aten.scatter_add,           "index",
     self=lambda g, s: g,
     src=lambda g, s: g.gather(s.dim, s.index))
 vjp(aten.take,                  "self.shape index",
-    self=lambda g, s: g.new_zeros(s.self_shape).put(s.index, g, True))
+    self=lambda g, s: _untake(g, s.self_shape, s.index))
 vjp(aten.put,                   "index source.shape",
     self=lambda g, s: g if s.accumulate else g.put(s.index, g.new_zeros(s.source_shape)),
     source=lambda g, s: g.take(s.index).reshape(s.source_shape))
+
+
+def _untake(g: Tensor, shape: Sequence[int], index: Tensor) -> Tensor:
+    flat = g.new_zeros(math.prod(shape))
+    return flat.index_put((index.reshape(-1),), g.reshape(-1), True).reshape(shape)
 
 
 def _gather_backward(

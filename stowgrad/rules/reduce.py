@@ -129,16 +129,16 @@ vjp(aten.linalg_vector_norm, "self out",
     self=lambda g, s: _norm_backward(g, s.self, s.ord, s.out, s.dim, s.keepdim))
 vjp(aten.dist, "self other out",
     self=lambda g, s: _norm_backward(g, s.self - s.other, s.p, s.out),
-    other=lambda g, s: -_norm_backward(g, s.self - s.other, s.p, s.out))  # fmt: skip
+    other=lambda g, s: _norm_backward(-g, s.self - s.other, s.p, s.out))  # fmt: skip
 
 
 def _norm_backward(
     g: Tensor, x: Tensor, p: Any, norm: Tensor, dim: Any = None, keepdim: bool = False
-) -> Tensor:
-    """sgn(x) |x|^(p-1) norm^(1-p); zero where the norm is zero, and for p = 0."""
+) -> Tensor | None:
+    """sgn(x) |x|^(p-1) norm^(1-p), zero where the norm is zero; None (all zero) for p = 0."""
     p = 2.0 if p is None else float(p)
     if p == 0:
-        return torch.zeros_like(x)
+        return None
     g, norm = unreduce(g, x.shape, dim, keepdim), unreduce(norm, x.shape, dim, keepdim)
     if p == 1:
         return x.sgn() * g
@@ -169,7 +169,8 @@ def renorm(g: Tensor, s: Any, needs: Any) -> Tensor:
     along = (conj(x) * g).sum(dims, keepdim=True)
     along = along.real if along.is_complex() else along
     through_norm = _norm_backward(along, x, s.p, norm, dims, True)
-    return torch.where(norm > limit, limit * inverse * (g - inverse * through_norm), g)
+    slope = g if through_norm is None else g - inverse * through_norm
+    return torch.where(norm > limit, limit * inverse * slope, g)
 
 
 vjp(aten.logsumexp, "self out",
