@@ -126,6 +126,8 @@ def _loop(
     anomaly = torch.is_anomaly_enabled()
 
     for edge, grad in roots:
+        if grad.shape != edge.shape or grad.dtype != edge.dtype:
+            grad = fit(grad, edge, edge.node, edge.index)
         _deliver(arrived, edge, grad, in_place=False)
     for node in list(arrived):
         if dependencies.get(node, 0) == 0:
@@ -341,10 +343,12 @@ def _call_tensor_hooks(
 
 def _retain(tensor: Tensor, grad: Tensor) -> None:
     old = tensor.grad
-    if old is None:
-        tensor.grad = grad.clone() if torch.is_grad_enabled() else grad.detach()
-    else:
+    if old is not None:
         tensor.grad = old + grad
+    elif grad.layout is torch.strided:
+        tensor.grad = grad.clone(memory_format=torch.contiguous_format)
+    else:
+        tensor.grad = grad.clone()
 
 
 def _after(
