@@ -6,7 +6,7 @@ memory does, whatever Python objects come and go) takes them off again. So the c
 that tensors hold, in forward and in backward, not of tensors. It costs some microseconds an op.
 
 Not counted: what a kernel uses for itself and frees before it returns, memory that no op of this
-thread has met, and tensors without a strided storage (sparse ones; their parts are counted).
+thread has met, and tensors without a storage of their own (sparse ones).
 """
 
 from __future__ import annotations

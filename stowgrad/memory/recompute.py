@@ -5,10 +5,6 @@ module is first called from outside every other: the elements of its outermost `
 and `nn.Sequential`s, as far as two or more are of one class, have parameters, and have submodules
 of their own (one layer alone saves little more than its input). They are recomputed in training
 with grad mode on.
-
-A block may change its buffers (batch norm its statistics, spectral norm its vectors). The second
-run gets the values the first one began with, in tensors of its own, so it computes the same and
-changes nothing that counts.
 """
 
 from __future__ import annotations
@@ -16,15 +12,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..record import recording
+from .checkpoint import checkpoint
 
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
@@ -43,7 +38,7 @@ class Recompute:
         self.calls = 0
         self.skipped = 0
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._blocks: weakref.WeakKeyDictionary[nn.Module, _Buffers] = weakref.WeakKeyDictionary()
+        self._blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._inside = 0  # modules being called, one inside the other
 
     @property
@@ -66,51 +61,33 @@ class Recompute:
             self._find_blocks(module)
         self._inside += 1
         try:
-            buffers = self._blocks.get(module)
-            if buffers is None or not (
-                module.training and torch.is_grad_enabled() and recording()
-            ):
+            wanted = module.training and torch.is_grad_enabled() and recording()
+            if not wanted or module not in self._blocks:
                 return original(module, *args, **kwargs)
             if not (_is_plain(args) and _is_plain(tuple(kwargs.values()))):
                 self.skipped += 1
                 return original(module, *args, **kwargs)
             self.calls += 1
-            return self._checkpointed(original, module, buffers, args, kwargs)
+            return self._checkpointed(original, module, args, kwargs)
         finally:
             self._inside -= 1
 
     def _find_blocks(self, root: nn.Module) -> None:
         self._roots.add(root)
-        for block in find_blocks(root):
-            if block not in self._blocks:
-                self._blocks[block] = _Buffers()
+        self._blocks.update(find_blocks(root))
 
     def _checkpointed(
-        self,
-        original: Callable[..., Any],
-        module: nn.Module,
-        buffers: _Buffers,
-        args: Any,
-        kwargs: Any,
+        self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        before = buffers.snapshot(module)
-        first = True
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal first
-            if first:
-                first = False
-                out = original(module, *args, **kwargs)
-                buffers.learn(module, before)
-                return out
-            self._inside += 1
+        def run(args: Any, kwargs: Any) -> Any:
+            self._inside += 1  # in backward too: what the block calls is not called from outside
             try:
-                with _swapped(module, before):
-                    return original(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
             finally:
                 self._inside -= 1
 
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        run.__qualname__ = type(module).__qualname__
+        return checkpoint(run, args, kwargs)  # as two, so that no name meets one of checkpoint's
 
 
 def find_blocks(root: nn.Module) -> list[nn.Module]:
@@ -144,51 +121,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(_is_plain(item) for item in value)
     return isinstance(value, _PLAIN)
-
-
-class _Buffers:
-    """Which buffers of one block change when it is called. Found out in the first call."""
-
-    def __init__(self) -> None:
-        self.changing: list[str] | None = None
-
-    def snapshot(self, module: nn.Module) -> dict[str, Tensor]:
-        """Copies of the buffers that may change, by name."""
-        if self.changing == []:
-            return {}
-        with torch.no_grad():
-            return {
-                name: buffer.clone()
-                for name, buffer in module.named_buffers()
-                if self.changing is None or name in self.changing
-            }
-
-    def learn(self, module: nn.Module, before: dict[str, Tensor]) -> None:
-        """Compare with what they were, and drop from `before` those that did not change."""
-        if self.changing is not None:
-            return
-        now = dict(module.named_buffers())
-        for name in list(before):
-            if name in now and torch.equal(before[name], now[name]):
-                del before[name]
-        self.changing = list(before)
-
-
-@contextmanager
-def _swapped(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
-    """Within: `module` has copies of `buffers` in place of its own."""
-    kept: list[tuple[nn.Module, str, Tensor | None]] = []
-    for path, value in buffers.items():
-        owner, _, name = path.rpartition(".")
-        holder = module.get_submodule(owner)
-        kept.append((holder, name, holder._buffers[name]))
-        with torch.no_grad():
-            holder._buffers[name] = value.clone()
-    try:
-        yield
-    finally:
-        for holder, name, value_before in kept:
-            holder._buffers[name] = value_before
 
 
 # -- the binding
