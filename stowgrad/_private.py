@@ -73,6 +73,17 @@ def view_tracking() -> Iterator[None]:
         _set_excluded(_VIEW_KEY, excluded)
 
 
+@contextmanager
+def view_tracking_off() -> Iterator[None]:
+    excluded = view_tracking_excluded()
+    exclude_view_tracking()
+    try:
+        yield
+    finally:
+        if not excluded:
+            include_view_tracking()
+
+
 # Why: a mode that must be taken off the stack and put back in the middle (around rules that need
 # no recording) has no public form; `with mode:` only nests.
 push_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack

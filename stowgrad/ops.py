@@ -89,10 +89,10 @@ _quick_calls: dict[Any, Callable[..., Any]] = {
     _aten.matmul.default: torch.matmul,
     _aten.linear.default: torch.nn.functional.linear,
 }
-# Composites that have rules, and whose result is always a new tensor, made without lazy views.
+# Composites whose result is always a new tensor, made without lazy views.
 _fresh = {
     _aten.matmul.default, _aten.linear.default, _aten.square.default, _aten.where.ScalarOther,
-    _aten.where.ScalarSelf,
+    _aten.where.ScalarSelf, _aten._sparse_mm.default, _aten._sparse_mm.reduce,
 }  # fmt: skip
 
 _entries: dict[Any, Entry] = {}

@@ -13,6 +13,8 @@ FAMILIES = (
     "sort",
     "foreach",
     "matmul",
+    "sparse",
+    "distance",
     "linalg",
     "factor",
     "fft",

@@ -126,7 +126,7 @@ vjp(aten.addbmm, "batch1 batch2",
 def linear_weight(g: Tensor, x: Tensor, shape: Any, stride: Any) -> Tensor:
     """G^T X over all rows: d(weight) of x @ weight.T, in weight's memory order."""
     g, x = (g.unsqueeze(0), x.unsqueeze(0)) if x.dim() == 1 else (rows(g), rows(x))
-    if stride[0] == 1 and stride[1] == shape[0]:
+    if stride is not None and stride[0] == 1 and stride[1] == shape[0]:
         return torch.mm(x.mH, g).t()
     return torch.mm(g.t(), conj(x))
 
