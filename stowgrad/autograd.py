@@ -53,6 +53,12 @@ def grad(
     with record():
         run: Any = torch.autograd.grad  # its annotations are narrower than what it takes
         return run(
-            outputs, inputs, grad_outputs, retain_graph, create_graph, allow_unused,
-            is_grads_batched, materialize_grads,
-        )  # fmt: skip
+            outputs,
+            inputs,
+            grad_outputs,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=allow_unused,
+            is_grads_batched=is_grads_batched,
+            materialize_grads=materialize_grads,
+        )
