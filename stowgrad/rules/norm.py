@@ -3,13 +3,14 @@
 First derivatives come from the kernels. The kernels' own rules are one formula, `normalized`, for
 all of them: they differ only in the dims they average over.
 
-Batch norm, layer norm and RMS norm are composites taken whole. Of batch norm's statistics only
+Batch, layer, group and RMS norm are composites taken whole. Of batch norm's statistics only
 those are saved that its backward reads: the batch's in training, the running ones in evaluation;
 and in evaluation with a frozen weight its input is not saved.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -274,6 +275,35 @@ def native_layer_norm_backward(g: Any, s: Any, needs: list[bool]) -> Any:
 # -- group norm
 
 
+def in_format(x: Tensor, like: Tensor) -> Tensor:
+    """x as the group norm kernels want it: channels last where `like` is (on a CPU only)."""
+    if like.is_cpu and like.is_contiguous(memory_format=torch.channels_last) and like.dim() == 4:
+        return x.contiguous(memory_format=torch.channels_last)
+    return x.contiguous()
+
+
+def group_norm_forward(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
+    if input.dim() < 2:
+        return aten.group_norm(input, num_groups, weight, bias, eps)  # which raises
+    batch, channels = input.shape[:2]
+    out, mean, rstd = aten.native_group_norm(
+        in_format(input, input), weight, bias, batch, channels, math.prod(input.shape[2:]),
+        num_groups, eps,
+    )  # fmt: skip
+    return out, {"mean": mean, "rstd": rstd}
+
+
+@vjp(aten.group_norm, "input weight mean rstd", forward=group_norm_forward,
+     wrt="input weight bias")  # fmt: skip
+def group_norm(g: Tensor, s: Any, needs: list[bool]) -> Any:
+    x = s.input
+    batch, channels = x.shape[:2]
+    return aten.native_group_norm_backward(
+        in_format(g, x), in_format(x, x), s.mean, s.rstd, s.weight, batch, channels,
+        math.prod(x.shape[2:]), s.num_groups, needs,
+    )  # fmt: skip
+
+
 @vjp(aten.native_group_norm, "input weight mean rstd", outputs="out mean rstd",
      wrt="input weight bias")  # fmt: skip
 def native_group_norm(g: Any, s: Any, needs: list[bool]) -> Any:
@@ -282,20 +312,18 @@ def native_group_norm(g: Any, s: Any, needs: list[bool]) -> Any:
     x = s.input
     d_x = d_weight = d_bias = None
     if grad is not None:
-        if x.is_cpu and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-            grad = grad.contiguous(memory_format=torch.channels_last)
-        else:
-            grad, x = grad.contiguous(), x.contiguous()
         d_x, d_weight, d_bias = aten.native_group_norm_backward(
-            grad, x, s.mean, s.rstd, s.weight, s.N, s.C, s.HxW, s.group, needs
-        )
+            in_format(grad, x), in_format(x, x), s.mean, s.rstd, s.weight, s.N, s.C, s.HxW,
+            s.group, needs,
+        )  # fmt: skip
     if needs[0] and (d_mean is not None or d_rstd is not None):
+        shape = (s.N, s.group, 1)
         count = max(s.C // s.group * s.HxW, 1)
         x = x.reshape(s.N, s.group, s.C // s.group * s.HxW)
-        mean, rstd = statistics(x, s.mean.view(s.N, s.group, 1), s.rstd.view(s.N, s.group, 1), 2)
-        more: Any = 0 if d_mean is None else d_mean.view(s.N, s.group, 1) / count
+        mean, rstd = statistics(x, s.mean.view(shape), s.rstd.view(shape), 2)
+        more: Any = 0 if d_mean is None else d_mean.view(shape) / count
         if d_rstd is not None:
-            more = more - d_rstd.view(s.N, s.group, 1) * rstd.pow(3) * (x - mean) / count
+            more = more - d_rstd.view(shape) * rstd.pow(3) * (x - mean) / count
         more = more.expand(x.shape).reshape(s.input.shape)
         d_x = more if d_x is None else d_x + more
     return d_x, d_weight, d_bias
@@ -330,6 +358,9 @@ def native_group_norm_backward(g: Any, s: Any, needs: list[bool]) -> Any:
 
 def rms_norm_forward(input, normalized_shape, weight=None, eps=None):
     """PyTorch's fused kernel where it has one, and its parts elsewhere; both give rstd."""
+    shape = tuple(normalized_shape)
+    if input.shape[-len(shape) :] != shape or (weight is not None and weight.shape != shape):
+        return aten.rms_norm(input, normalized_shape, weight, eps)  # which raises
     fused = not input.is_complex() and (weight is None or weight.dtype == input.dtype)
     if fused or input.is_cpu:
         out, rstd = aten._fused_rms_norm(input, normalized_shape, weight, eps)
@@ -384,10 +415,8 @@ def fused_rms_norm(g: Any, s: Any, needs: list[bool]) -> Any:
         d_x, d_weight = rms_norm_backward(grad, x, s.weight, s.rstd, shape, needs)
     if needs[0] and d_rstd is not None:
         dims = list(range(-len(shape), 0))
-        count = 1
-        for size in shape:
-            count *= size
-        more = -d_rstd * conj(root_mean_square(x, s.rstd, dims).pow(3) * x) / count
+        rstd = root_mean_square(x, s.rstd, dims)
+        more = -d_rstd * conj(rstd.pow(3) * x) / math.prod(shape)
         d_x = more if d_x is None else d_x + more
     return d_x, d_weight
 

@@ -25,6 +25,13 @@ def pick(x: Tensor, indices: Tensor, dims: int) -> Tensor:
     return x.flatten(-dims).gather(-1, indices.flatten(-dims)).view(indices.shape)
 
 
+def max_pool2d_forward(self, kernel_size, stride=(), padding=0, dilation=1, ceil_mode=False):
+    out, indices = aten.max_pool2d_with_indices(
+        self, kernel_size, stride, padding, dilation, ceil_mode
+    )
+    return out, {"indices": indices}
+
+
 # fmt: off
 # op                        saves           gradient of each tensor argument, given g
 vjp(aten.avg_pool2d.default, "self.shape self.stride", self=lambda g, s: aten.avg_pool2d_backward(
@@ -55,6 +62,10 @@ vjp(aten._adaptive_avg_pool3d_backward.default, "grad_output.shape self.shape", 
 
 MAX: Any = {"outputs": "out indices", "differentiable": "out"}
 
+vjp(aten.max_pool2d.default, "self.shape self.stride indices", forward=max_pool2d_forward,
+    self=lambda g, s: aten.max_pool2d_with_indices_backward(
+        g, stand_in(g, s.self_shape, s.self_stride), s.kernel_size, s.stride, s.padding,
+        s.dilation, s.ceil_mode, s.indices))
 vjp(aten.max_pool2d_with_indices.default, "self.shape self.stride indices", **MAX,
     self=lambda g, s: aten.max_pool2d_with_indices_backward(
         g, stand_in(g, s.self_shape, s.self_stride), s.kernel_size, s.stride, s.padding,

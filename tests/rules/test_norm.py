@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.opinfo_cases import assert_by_rule
-from tests.parity import plain, same
+from tests.parity import both_raise, plain, same
 
 
 @pytest.mark.parametrize(
@@ -242,3 +242,12 @@ def test_batched_gradients(name):
     with sg.record():
         actual = run()
     assert_close(plain(actual), plain(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_shapes_raise_as_pytorchs_do():
+    x = torch.randn(2, 5, requires_grad=True)
+    both_raise(lambda: F.rms_norm(x, (3,)), "normalized_shape")
+    both_raise(lambda: F.rms_norm(x, (5,), torch.ones(3)), "weight")
+    both_raise(lambda: F.layer_norm(x, (3,)), "normalized_shape")
+    both_raise(lambda: F.group_norm(x, 2), "divisible")
+    both_raise(lambda: F.group_norm(x, 5, torch.ones(3)), "weight")
