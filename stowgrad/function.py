@@ -277,15 +277,32 @@ def apply(cls: Any, *args: Any) -> Any:
     finally:
         _private.set_grad_enabled(grad_mode)
 
-    outputs = _wrap_outputs(ctx, node, tensors, raw, separate)
+    out: Any
+    if node is not None and _is_plain(raw, ctx, tensors):
+        node.metas.append((raw.shape, raw.dtype, raw.device, raw.layout, True))
+        attach(raw, Edge(node, 0, raw.shape, raw.dtype))
+        out = raw
+    else:
+        outputs = _wrap_outputs(ctx, node, tensors, raw, separate)
+        out = outputs if isinstance(raw, tuple) else outputs[0]
     if node is not None:
-        node.saved = []
-        if ctx.to_save is not None:
-            node.saved = _save(node, cls.__name__, ctx.to_save)
+        node.saved = [] if ctx.to_save is None else _save(node, cls.__name__, ctx.to_save)
     else:
         ctx.non_differentiable = None
     ctx.to_save = ctx.saved_for_forward = None
-    return outputs if isinstance(raw, tuple) else outputs[0]
+    return out
+
+
+def _is_plain(raw: Any, ctx: Any, inputs: list[Tensor]) -> bool:
+    """Whether `forward` returned one new tensor and marked nothing: most functions do."""
+    return (
+        isinstance(raw, Tensor)
+        and ctx.dirty_tensors is None
+        and ctx.non_differentiable is None
+        and not raw._is_view()
+        and (raw.is_floating_point() or raw.is_complex())
+        and not any(raw is t for t in inputs)
+    )
 
 
 def _save(node: FunctionNode, op: str, tensors: Any) -> list[SavedTensor | None]:
@@ -380,7 +397,9 @@ def _wrap_outputs(
 
 def _dirty(ctx: Any) -> set[int]:
     """The identities of what was marked dirty; their version counters move on."""
-    marked, ctx.dirty_tensors = ctx.dirty_tensors or (), None
+    marked, ctx.dirty_tensors = ctx.dirty_tensors, None
+    if not marked:
+        return set()
     for position, tensor in enumerate(marked):
         if not isinstance(tensor, Tensor):
             raise InPlaceError(

@@ -802,8 +802,16 @@ def _call_user(fn: Callable[..., Any], *args: Any) -> Any:
     recorder = _thread.recorder
     if recorder is None or (_private.mode_count() and recorder in _private.mode_stack()):
         return fn(*args)
-    with recorder.on():
+    # `recorder.on()`, written out: hooks and custom functions come through here one by one
+    excluded = _private.view_tracking_excluded()
+    _private.push_mode(recorder)
+    _exclude()
+    try:
         return fn(*args)
+    finally:
+        _private.pop_mode()
+        if not excluded:
+            _include()
 
 
 @contextmanager
