@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _private
+from .rules.common import linear
 from .rules.table import NONDIFFERENTIABLE, RULES, Rule
 
 
@@ -87,7 +88,7 @@ _quick_calls: dict[Any, Callable[..., Any]] = {
     _aten.bmm.default: torch.bmm,
     _aten.addmm.default: torch.addmm,
     _aten.matmul.default: torch.matmul,
-    _aten.linear.default: torch.nn.functional.linear,
+    _aten.linear.default: linear,
 }
 # Composites whose result is always a new tensor, made without lazy views.
 _fresh = {

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _private
+
 
 def conj(x: Any) -> Any:
     """The conjugate of a tensor or number; of a real one, itself."""
@@ -78,3 +80,17 @@ def stand_in(like: torch.Tensor, shape: Any, stride: Any) -> torch.Tensor:
 def nothing(g: torch.Tensor, s: Any) -> torch.Tensor:
     """The gradient of the `self` that a backward kernel takes for its geometry: zero."""
     return g.new_zeros(s.self_shape)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear`, rounded as under PyTorch's autograd, where its kernel does not see that.
+
+    For an `x` that is not contiguous, `linear` is `matmul(x, weight.t())`, which is one product
+    rather than one for each of the batch only if the transposed weight says that it requires grad.
+    """
+    if x.dim() < 3 or x.is_contiguous():
+        return torch.nn.functional.linear(x, weight, bias)
+    turned = weight.t()
+    _private.set_native_requires_grad(turned, _private.native_requires_grad(weight))
+    out = torch.matmul(x, turned)
+    return out if bias is None else out.add_(bias)
