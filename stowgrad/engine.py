@@ -284,13 +284,23 @@ def _before(node: Node, hooks: NodeHooks | None, grads: Grads) -> Grads:
     for hook in tuple(hooks.pre.values()) if hooks is not None else ():
         result = call_user(hook, tuple(grads))
         if result is not None:
-            new = list(result) if isinstance(result, (tuple, list)) else [result]
-            if len(new) != len(grads):
-                raise GradientError(
-                    f"a pre-hook on {node.name()}{_at(node)} returned {len(new)} gradients; the "
-                    f"node has {len(grads)} outputs"
-                )
-            grads = new
+            grads = _checked(result, len(grads), "pre-hook", node)
+    return grads
+
+
+def _checked(result: Any, count: int, kind: str, node: Node) -> Grads:
+    """What a node's hook returned, as `count` gradients."""
+    grads = list(result) if isinstance(result, (tuple, list)) else [result]
+    if len(grads) != count:
+        raise GradientError(
+            f"a {kind} on {node.name()}{_at(node)} returned {len(grads)} gradients; expected {count}"
+        )
+    for grad in grads:
+        if grad is not None and not isinstance(grad, Tensor):
+            raise TypeError(
+                f"a {kind} on {node.name()}{_at(node)} must return None or tensors, not "
+                f"{type(grad).__name__}"
+            )
     return grads
 
 
@@ -327,8 +337,8 @@ def _call_tensor_hooks(
             )
         if grad is None:
             raise GradientError(
-                f"hook {getattr(hook, '__name__', hook)!r} has put a gradient where none arrived, "
-                f"at an output of {node.name()}{_at(node)}"
+                f"hook {getattr(hook, '__name__', hook)!r} can't replace a None gradient with a "
+                f"non-None value: no gradient arrived at an output of {node.name()}{_at(node)}"
             )
         for what in ("shape", "dtype", "device"):
             was, now = getattr(grad, what), getattr(result, what)
@@ -357,12 +367,7 @@ def _after(
     for hook in tuple(hooks.post.values()):
         new = call_user(hook, tuple(results), tuple(grads))
         if new is not None:
-            new = tuple(new) if isinstance(new, (tuple, list)) else (new,)
-            if len(new) != len(results):
-                raise GradientError(
-                    f"a hook on {node.name()} returned {len(new)} gradients; it has {len(results)}"
-                )
-            results = new
+            results = _checked(new, len(results), "hook", node)
     return results
 
 

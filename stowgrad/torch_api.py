@@ -434,6 +434,9 @@ def _will_execute(node: Any) -> bool:
     task = engine.current_task()
     if task is None:
         raise RuntimeError("_will_engine_execute_node can only be called inside a backward")
+    leaf = getattr(node, "variable", None)
+    if leaf is not None:  # perhaps PyTorch's node of it: a hook registered before recording began
+        node = graph.leaf_edge(leaf).node
     if node not in task.reachable:
         return False
     return task.needed is None or node in task.needed or node in task.captured
