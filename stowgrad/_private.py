@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch._functorch.pyfunctorch as pyfunctorch
 import torch._prims_common as _prims_common
 import torch.utils._python_dispatch as _python_dispatch
 from torch import Tensor
+from torch._functorch.vmap import vmap_increment_nesting
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .errors import NotDifferentiableError
 
 TORCH_DIR = os.path.dirname(torch.__file__)
 
@@ -182,6 +186,10 @@ def dispatch_keys(tensors: Iterable[Tensor]) -> Any:
     return keys - torch._C._dispatch_tls_local_exclude_set()
 
 
+# A tensor that is another one's negative in name only; `Tensor.imag` of a conjugate makes one.
+neg_view: Callable[[Tensor], Tensor] = torch._neg_view
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether `tensor` is the wrapper that a functional transform (vmap, grad, jvp) works with."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -227,6 +235,56 @@ def made_of_ops(func: Any) -> bool:
 
 def functorch_active() -> bool:
     return torch._C._are_functorch_transforms_active()
+
+
+class VmapLevels:
+    """The `torch.vmap`s around a call, so that the call can be made again when they are over.
+
+    Why: a batched tensor means nothing outside its vmap, and there is no public way to take one
+    apart, nor to enter a vmap except by giving it a function.
+    """
+
+    def __init__(self) -> None:
+        self.levels: list[tuple[int, int, str]] = []  # outermost first: level, size, randomness
+        if functorch_active():
+            for layer in pyfunctorch.retrieve_all_functorch_interpreters():
+                if not isinstance(layer, pyfunctorch.VmapInterpreter):
+                    raise NotDifferentiableError(
+                        "torch.func's grad, vjp and jvp are not recorded: call them outside "
+                        "record(), or use torch.autograd.grad inside it"
+                    )
+                self.levels.append((layer.level(), layer.batch_size(), layer.randomness()))
+
+    def take_apart(self, tensor: Tensor) -> tuple[Tensor, list[int | None]]:
+        """The plain tensor under `tensor`, and the dimension that each level has batched."""
+        functorch = torch._C._functorch
+        dims: list[int | None] = []
+        for level, _, _ in reversed(self.levels):
+            if functorch.is_batchedtensor(tensor) and functorch.maybe_get_level(tensor) == level:
+                dims.append(functorch.maybe_get_bdim(tensor))
+                tensor = functorch.get_unwrapped(tensor)
+            else:
+                dims.append(None)
+        return tensor, dims[::-1]
+
+    @contextmanager
+    def again(self) -> Iterator[Callable[[Tensor, list[int | None]], Tensor]]:
+        """Within: these vmaps and no other transform. Gives what puts a tensor together again."""
+        with ExitStack() as stack:
+            if functorch_active():
+                stack.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())
+            now = [
+                stack.enter_context(vmap_increment_nesting(size, randomness))
+                for _, size, randomness in self.levels
+            ]
+
+            def put_together(tensor: Tensor, dims: list[int | None]) -> Tensor:
+                for level, dim in zip(now, dims, strict=True):
+                    if dim is not None:
+                        tensor = torch._C._functorch._add_batch_dim(tensor, dim, level)
+                return tensor
+
+            yield put_together
 
 
 # What `unshared` sees for a tensor that one local variable alone holds; found once, since it

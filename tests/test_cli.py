@@ -122,7 +122,8 @@ for _ in range(3):
     loss.backward()
     optimizer.step()
 digest = sum(t.double().abs().sum() for t in model.state_dict().values())
-print(loss.item().hex(), digest.item().hex(), loss.grad_fn is not None, type(loss.grad_fn).__module__)
+kind = type(loss.grad_fn)
+print(loss.item().hex(), digest.item().hex(), kind.__name__ != "NoneType", kind.__module__)
 """
 
 

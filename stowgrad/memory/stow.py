@@ -86,7 +86,7 @@ class Region:
 class Packed:
     """One saved tensor in its new place."""
 
-    __slots__ = ("__weakref__", "dtype", "offset", "region", "shape", "stride")
+    __slots__ = ("__weakref__", "conj", "dtype", "neg", "offset", "region", "shape", "stride")
 
     holds_no_alias = True
 
@@ -96,6 +96,8 @@ class Packed:
         self.shape = tensor.shape
         self.stride = tensor.stride()
         self.offset = offset  # in elements, from the region's start
+        self.conj = tensor.is_conj()
+        self.neg = tensor.is_neg()
 
     def __repr__(self) -> str:
         return f"<{self.dtype} {list(self.shape)} in {self.region.handle}>"
@@ -183,12 +185,14 @@ class Stow:
         region = packed.region
         flat = region.load()
         if region.thin is not None:
-            return self._spread(packed, flat)
+            return _lazily(packed, _spread(packed, flat))
         # Under the loaded bytes' own version counter, so that a change made through one alias is
         # noticed by the next unpack; and not a view, so that no base comes along.
         result = _private.alias(flat)
-        result.data = _view_of(flat.untyped_storage(), packed, region.device)
-        return result
+        result.data = _raw_view(
+            flat.untyped_storage(), packed.dtype, packed.offset, packed.shape, packed.stride
+        )
+        return _lazily(packed, result)
 
     # -- what subclasses say
 
@@ -250,8 +254,6 @@ class Stow:
     # -- what goes
 
     def _put(self, info: SavedInfo, tensor: Tensor) -> Packed:
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
         storage = tensor.untyped_storage()
         item = tensor.element_size()
         start = int(tensor.storage_offset()) * item
@@ -298,7 +300,10 @@ class Stow:
         where = f" at {info.where}" if info.where else ""
         label = f"'{info.name}' of {info.op}{where}"
         if span >= _THIN * tensor.numel() * tensor.element_size() and 0 not in tensor.stride():
-            flat = tensor.contiguous().view(-1).view(torch.uint8)
+            elements = _raw_view(
+                storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            )
+            flat = elements.contiguous().view(-1).view(torch.uint8)
             region = Region(self, tensor, start, flat.numel(), label)
             region.thin = _geometry(tensor)
         else:
@@ -306,7 +311,7 @@ class Stow:
                 start, end = 0, storage.nbytes()
             else:
                 start, end = start - start % _ALIGNMENT, start + span
-            flat = _bytes_of(storage, start, end - start, tensor.device)
+            flat = _bytes_of(storage, start, end - start)
             region = Region(self, tensor, start, end - start, label)
         region.handle = self._store(flat, label)
         self._now += region.nbytes
@@ -315,14 +320,6 @@ class Stow:
         known.regions = [r for r in known.regions if r() is not None]
         known.regions.append(weakref.ref(region))
         return region
-
-    def _spread(self, packed: Packed, flat: Tensor) -> Tensor:
-        """Gathered elements back in their strides. The gaps hold nothing."""
-        elements = flat.view(packed.dtype).view(packed.shape)
-        result = torch.empty_strided(
-            packed.shape, packed.stride, dtype=packed.dtype, device=flat.device
-        )
-        return result.copy_(elements)
 
     # -- letting go
 
@@ -395,11 +392,31 @@ def _version_probe(tensor: Tensor) -> Tensor:
     return probe
 
 
-def _bytes_of(storage: Any, start: int, nbytes: int, device: Any = None) -> Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=device or storage.device)
+def _bytes_of(storage: Any, start: int, nbytes: int) -> Tensor:
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage, start, (nbytes,), (1,))
 
 
-def _view_of(storage: Any, packed: Packed, device: torch.device) -> Tensor:
-    empty = torch.empty(0, dtype=packed.dtype, device=device)
-    return empty.set_(storage, packed.offset, packed.shape, packed.stride)
+def _raw_view(
+    storage: Any, dtype: torch.dtype, offset: int, shape: torch.Size, stride: tuple[int, ...]
+) -> Tensor:
+    """A tensor in `storage`, whatever conjugation or sign another one there goes by."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, shape, stride)
+
+
+def _spread(packed: Packed, flat: Tensor) -> Tensor:
+    """Gathered elements back in their strides. The gaps hold nothing."""
+    result = torch.empty_strided(
+        packed.shape, packed.stride, dtype=packed.dtype, device=flat.device
+    )
+    return result.copy_(flat.view(packed.dtype).view(packed.shape))
+
+
+def _lazily(packed: Packed, tensor: Tensor) -> Tensor:
+    """`tensor` conjugated and negated, in name only, as what was packed was."""
+    if packed.conj:
+        tensor = _private.alias(tensor.conj())
+    if packed.neg:
+        tensor = _private.alias(_private.neg_view(tensor))
+    return tensor

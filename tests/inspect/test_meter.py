@@ -1,4 +1,4 @@
-"""The meter of live bytes, under PyTorch's autograd and under stowgrad's, and the backward clock."""
+"""The meter of live bytes and the backward clock, under PyTorch's autograd and stowgrad's."""
 
 from __future__ import annotations
 
