@@ -16,6 +16,7 @@ from .errors import (
     StowError,
     StowgradError,
 )
+from .memory import Recompute, Stow, ToDisk, ToHost
 from .memory.checkpoint import checkpoint
 from .record import record, recording
 from .saved import (
@@ -39,11 +40,15 @@ __all__ = [
     "InPlaceError",
     "NotDifferentiableError",
     "OutsideRecordError",
+    "Recompute",
     "SavedInfo",
     "SavedTensor",
     "SavedTensorChanged",
+    "Stow",
     "StowError",
     "StowgradError",
+    "ToDisk",
+    "ToHost",
     "backward",
     "checkpoint",
     "compose",

@@ -204,7 +204,7 @@ def test_arguments_named_as_those_of_checkpoint():
 
 def test_which_modules_are_blocks():
     block, linear = Block, lambda: nn.Linear(8, 8)
-    layer = lambda: nn.Sequential(linear(), nn.ReLU())
+    stage = lambda: nn.Sequential(linear(), nn.ReLU())
 
     def count(*modules):
         return len(find_blocks(nn.Sequential(*modules)))
@@ -212,12 +212,13 @@ def test_which_modules_are_blocks():
     assert count(block(), block(), block()) == 3
     assert count(linear(), nn.ReLU(), linear(), nn.ReLU()) == 0  # single layers
     assert count(block(), linear()) == 0  # nothing is repeated
-    assert count(layer(), layer()) == 2
+    assert count(stage(), stage()) == 2
     stages = [nn.Sequential(block(), block()), nn.Sequential(block(), block(), block())]
     assert count(*stages) == 5  # the blocks, not the stages
     assert count(linear(), nn.ModuleList([block(), block()]), linear()) == 2
     nested = Model()
     nested.blocks[0].body = nn.Sequential(block(), block())
     assert find_blocks(nested) == list(nested.blocks)  # the outermost
-    transformer = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 3, enable_nested_tensor=False)
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    transformer = nn.TransformerEncoder(layer, 3)
     assert find_blocks(transformer) == list(transformer.layers)
