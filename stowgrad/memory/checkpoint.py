@@ -9,7 +9,8 @@ ends as soon as the last Slot that anything still refers to is there (early stop
 Regions nest. The inputs of an inner one are saved by the outer one like any tensor; a Slot of the
 inner one makes the outer one run, which gives the inputs, and then the inner one. Backward inside
 a region, several backwards with `retain_graph`, and higher derivatives work: every backward runs
-the region anew, and nothing of it outlives that backward.
+the region anew, and nothing of it outlives that backward. A region inside `torch.vmap` is mapped
+the second time too.
 
 Costs one more forward of the region at most for each backward; memory between forward and
 backward is that of the inputs. Source: Chen et al. 2016 (arXiv 1604.06174); semantics of
@@ -22,7 +23,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -100,6 +101,13 @@ class Slot:
         return f"<number {self.index} of {self.region}>"
 
 
+class _Input(NamedTuple):
+    """A tensor argument: what is under the `torch.vmap`s around the region, and what they batch."""
+
+    saved: SavedTensor
+    dims: list[int | None]
+
+
 class _Enough(BaseException):
     """The recomputation has got everything. No Exception, lest the user's code catch it."""
 
@@ -124,6 +132,7 @@ class Region:
         self._check = check
         self._complete = False
         leaves, self._spec = tree_flatten((args, kwargs))
+        self._vmaps = _private.VmapLevels()
         self._inputs = [
             self._save(x, i) if isinstance(x, Tensor) else x for i, x in enumerate(leaves)
         ]
@@ -132,9 +141,11 @@ class Region:
         self._slots: list[weakref.ref[Slot]] = []
         self._saved: list[SavedInfo] = []
 
-    def _save(self, tensor: Tensor, position: int) -> SavedTensor:
+    def _save(self, tensor: Tensor, position: int) -> _Input:
+        tensor, dims = self._vmaps.take_apart(tensor)
         edge = gradient_edge(tensor) if _private.native_requires_grad(tensor) else None
-        return SavedTensor(tensor, f"input {position}", "checkpoint", self.where, None, edge)
+        name = f"input {position}"
+        return _Input(SavedTensor(tensor, name, "checkpoint", self.where, None, edge), dims)
 
     def first_run_is_over(self) -> None:
         self._complete = True
@@ -204,10 +215,14 @@ class Region:
             return tensor
 
         pack.wants_info = True  # type: ignore[attr-defined]
-        leaves = [x.unpack() if isinstance(x, SavedTensor) else x for x in self._inputs]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        del leaves
+        leaves = [x.saved.unpack() if isinstance(x, _Input) else x for x in self._inputs]
         with ExitStack() as stack:
+            put_together = stack.enter_context(self._vmaps.again())
+            for i, x in enumerate(self._inputs):
+                if isinstance(x, _Input):
+                    leaves[i] = put_together(leaves[i], x.dims)
+            args, kwargs = tree_unflatten(leaves, self._spec)
+            del leaves
             stack.enter_context(self._state.restored())
             for buffers in self._buffers:
                 stack.enter_context(buffers.as_before())
