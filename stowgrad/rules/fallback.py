@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import _private
-from ..errors import GraphFreedError, NotDifferentiableError, describe
-from ..graph import Edge, Node, attach
+from ..errors import GraphFreedError, NotDifferentiableError
+from ..graph import Edge, Node, attach, locate
 from ..saved import SavedTensor
 
 _tracked = _private.native_requires_grad
@@ -54,6 +54,10 @@ class FallbackNode(Node):
     def name(self) -> str:
         return f"Fallback[{self.op}]"
 
+    def _at(self) -> str:
+        where = locate(self.where)
+        return f" (at {where})" if where else ""
+
     def run_native(self, leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
         """The op under PyTorch's autograd: its results, and the leaves that have gradients."""
         tracked = set(self.positions)
@@ -80,7 +84,7 @@ class FallbackNode(Node):
         ]
         with native_autograd(self.rng):
             outs, inputs = self.run_native(leaves)
-        return _native_gradients(self.op, outs, inputs, self.edges, grads)
+        return _native_gradients(self.op, self._at(), outs, inputs, self.edges, grads)
 
     def release(self) -> None:
         for s in self.saved or ():
@@ -114,7 +118,7 @@ class NativeGraphNode(Node):
                 "freed. Specify retain_graph=True the first time."
             )
         return _native_gradients(
-            self.op, self.native_outputs, self.native_inputs, self.edges, grads
+            self.op, "", self.native_outputs, self.native_inputs, self.edges, grads
         )
 
     def release(self) -> None:
@@ -124,6 +128,7 @@ class NativeGraphNode(Node):
 
 def _native_gradients(
     op: str,
+    where: str,
     outputs: Sequence[Any],
     inputs: Sequence[Any],
     edges: Sequence[Edge | None],
@@ -147,14 +152,22 @@ def _native_gradients(
     given = [g for _, g in pairs]
     with native_autograd(None):
         seeds = [g.detach().requires_grad_(create_graph and _tracked(g)) for g in given]
-        found: Sequence[Tensor | None] = torch.autograd.grad(
-            [o for o, _ in pairs],
-            list(inputs),
-            seeds,
-            create_graph=create_graph,
-            retain_graph=True,
-            allow_unused=True,
-        )
+        try:
+            found: Sequence[Tensor | None] = torch.autograd.grad(
+                [o for o, _ in pairs],
+                list(inputs),
+                seeds,
+                create_graph=create_graph,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        except RuntimeError as error:
+            if "not implemented" not in str(error):
+                raise
+            raise NotDifferentiableError(
+                f"{op}{where} has no derivative, here or in PyTorch ({error}). Keep it out of the "
+                "path of a gradient: detach() what goes into it, or use another op."
+            ) from error
         if not create_graph:
             return list(found)
         plain = [None if g is None else g.detach() for g in found]
@@ -188,7 +201,7 @@ def native_autograd(rng: Tensor | None) -> Iterator[None]:
 def record_fallback(
     recorder: Any, entry: Any, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Record one op that has no rule. Raises NotDifferentiableError if it has no derivative."""
+    """Record one op that has no rule."""
     from ..record import gradient_edge, user_location
 
     if func._schema.is_mutable:
@@ -220,16 +233,9 @@ def record_fallback(
 
 def _probe(node: FallbackNode, leaves: list[Any]) -> set[int]:
     """Which results have a gradient, by PyTorch's word: a trial run whose graph is dropped."""
-    with native_autograd(node.rng if node.rng is not None else None):
+    with native_autograd(node.rng):
         outs, _ = node.run_native(leaves)
-    found = {i for i, o in enumerate(outs) if isinstance(o, Tensor) and _tracked(o)}
-    for i in found:
-        fn = _private.native_grad_fn(outs[i])
-        if fn is not None and fn.name() == "NotImplemented":
-            raise NotDifferentiableError(
-                f"{node.op} has no derivative, here or in PyTorch ({describe(outs[i])})"
-            )
-    return found
+    return {i for i, o in enumerate(outs) if isinstance(o, Tensor) and _tracked(o)}
 
 
 def _record_inplace(
