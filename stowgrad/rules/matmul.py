@@ -20,7 +20,8 @@ from .table import vjp
 aten = torch.ops.aten
 
 
-# -- one formula for each operand of a product, whatever the ranks
+# -- one formula for each operand of a product, whatever the ranks. `order` is the number of dims of
+# -- the operand whose gradient it is, or -2 if that is a column-major matrix
 
 
 def times(x: Tensor, factor: Any) -> Tensor:
@@ -28,65 +29,70 @@ def times(x: Tensor, factor: Any) -> Tensor:
     return x if factor == 1 else x * conj(factor)
 
 
-def left(g: Tensor, other: Tensor, shape: Any = None, stride: Any = None) -> Tensor:
-    """G B^H: the gradient of A (of this shape and stride) in A @ B, two-dimensional."""
-    if stride is not None and stride[0] == 1 and stride[1] == shape[0]:  # column-major
-        return torch.mm(conj(other), g.t()).t()
-    return torch.mm(g, other.mH)
+def left(g: Tensor, other: Tensor, order: int = 2) -> Tensor:
+    """G B^H: the gradient of A in A @ B, two-dimensional."""
+    return torch.mm(conj(other), g.t()).t() if order == -2 else torch.mm(g, other.mH)
 
 
-def right(g: Tensor, other: Tensor, shape: Any = None, stride: Any = None) -> Tensor:
-    """A^H G: the gradient of B (of this shape and stride) in A @ B, two-dimensional."""
-    if stride is not None and stride[0] == 1 and stride[1] == shape[0]:
-        return torch.mm(g.t(), conj(other)).t()
-    return torch.mm(other.mH, g)
+def right(g: Tensor, other: Tensor, order: int = 2) -> Tensor:
+    """A^H G: the gradient of B in A @ B, two-dimensional."""
+    return torch.mm(g.t(), conj(other)).t() if order == -2 else torch.mm(other.mH, g)
 
 
 def rows(x: Tensor) -> Tensor:
-    """x with all dims but the last made one."""
+    """x as a matrix: all dims but the last made one."""
     return x if x.dim() == 2 else x.flatten(0, -2)
 
 
-def matmul_self(g: Tensor, other: Tensor, shape: Any, stride: Any) -> Tensor:
+def matmul_self(g: Tensor, other: Tensor, order: int) -> Tensor:
     """d(self) of self @ other, by rank. Broadcast batch dims are left for the machinery to sum.
 
     A matrix against a batch is one product over all of the batch, not a product each and a sum.
     """
-    if other.dim() == 1:
-        return g * conj(other) if len(shape) == 1 else g.unsqueeze(-1) * conj(other)
-    if len(shape) == 1:
-        return torch.matmul(conj(other), g.unsqueeze(-1)).squeeze(-1)
-    if len(shape) == 2:
+    if abs(order) == 2:
         if other.dim() == 2:
-            return left(g, other, shape, stride)
-        return torch.mm(rows(g.mT).t(), conj(rows(other.mT)))
+            return left(g, other, order)
+        if other.dim() > 2:
+            return torch.mm(rows(g.mT).t(), conj(rows(other.mT)))
+    if other.dim() == 1:
+        return g * conj(other) if order == 1 else g.unsqueeze(-1) * conj(other)
+    if order == 1:
+        return torch.matmul(conj(other), g.unsqueeze(-1)).squeeze(-1)
     return torch.matmul(g, other.mH)
 
 
-def matmul_other(g: Tensor, self: Tensor, shape: Any, stride: Any) -> Tensor:
+def matmul_other(g: Tensor, self: Tensor, order: int) -> Tensor:
     """d(other) of self @ other; see `matmul_self`."""
-    if len(shape) == 1:
-        return g * conj(self) if self.dim() == 1 else torch.mv(rows(self).mH, g.reshape(-1))
     if self.dim() == 1:
-        return conj(self).unsqueeze(-1) * g.unsqueeze(-2)
-    if len(shape) == 2:
-        return right(rows(g), rows(self), shape, stride)
+        return g * conj(self) if order == 1 else conj(self).unsqueeze(-1) * g.unsqueeze(-2)
+    if abs(order) == 2:
+        return right(rows(g), rows(self), order)
+    if order == 1:
+        return torch.mv(rows(self).mH, g.reshape(-1))
     return torch.matmul(self.mH, g)
+
+
+def linear_weight(g: Tensor, x: Tensor, order: int) -> Tensor:
+    """G^T X over all rows: d(weight) of x @ weight.T."""
+    if x.dim() == 1:
+        return g.unsqueeze(-1) * conj(x)
+    g, x = rows(g), rows(x)
+    return torch.mm(x.mH, g).t() if order == -2 else torch.mm(g.t(), conj(x))
 
 
 # op                    saves                           gradient of each tensor argument, given g
 # fmt: off
-vjp(aten.linear.default, "input weight weight.shape weight.stride",
+vjp(aten.linear.default, "input weight weight.order bias.order",
     input=lambda g, s: torch.matmul(g, conj(s.weight)),
-    weight=lambda g, s: linear_weight(g, s.input, s.weight_shape, s.weight_stride),
-    bias=lambda g, s: g)
-vjp(aten.matmul.default, "self other self.shape self.stride other.shape other.stride",
-    self=lambda g, s: matmul_self(g, s.other, s.self_shape, s.self_stride),
-    other=lambda g, s: matmul_other(g, s.self, s.other_shape, s.other_stride))
+    weight=lambda g, s: linear_weight(g, s.input, s.weight_order),
+    bias=lambda g, s: row_sum(g) if s.bias_order == 1 else g)
+vjp(aten.matmul.default, "self other self.order other.order",
+    self=lambda g, s: matmul_self(g, s.other, s.self_order),
+    other=lambda g, s: matmul_other(g, s.self, s.other_order))
 
-vjp(aten.mm.default, "self mat2 self.shape self.stride mat2.shape mat2.stride",
-    self=lambda g, s: left(g, s.mat2, s.self_shape, s.self_stride),
-    mat2=lambda g, s: right(g, s.self, s.mat2_shape, s.mat2_stride))
+vjp(aten.mm.default, "self mat2 self.order mat2.order",
+    self=lambda g, s: left(g, s.mat2, s.self_order),
+    mat2=lambda g, s: right(g, s.self, s.mat2_order))
 vjp(aten.bmm.default, "self mat2",
     self=lambda g, s: torch.bmm(g, s.mat2.mH),
     mat2=lambda g, s: torch.bmm(s.self.mH, g))
@@ -100,10 +106,10 @@ vjp(aten.vdot, "self other",  # conjugates self, so its gradient is conjugated t
     self=lambda g, s: conj(g) * s.other,
     other=lambda g, s: g * s.self)
 
-vjp(aten.addmm.default, "mat1 mat2 mat1.shape mat1.stride mat2.shape mat2.stride",
-    self=lambda g, s: times(g, s.beta),
-    mat1=lambda g, s: times(left(g, s.mat2, s.mat1_shape, s.mat1_stride), s.alpha),
-    mat2=lambda g, s: times(right(g, s.mat1, s.mat2_shape, s.mat2_stride), s.alpha))
+vjp(aten.addmm.default, "mat1 mat2 mat1.order mat2.order self.order",
+    self=lambda g, s: times(row_sum(g) if s.self_order == 1 else g, s.beta),
+    mat1=lambda g, s: times(left(g, s.mat2, s.mat1_order), s.alpha),
+    mat2=lambda g, s: times(right(g, s.mat1, s.mat2_order), s.alpha))
 vjp(aten.addmv, "mat vec",
     self=lambda g, s: times(g, s.beta),
     mat=lambda g, s: times(g.unsqueeze(1) * conj(s.vec), s.alpha),
@@ -120,15 +126,15 @@ vjp(aten.addbmm, "batch1 batch2",
     self=lambda g, s: times(g, s.beta),
     batch1=lambda g, s: times(torch.matmul(g, s.batch2.mH), s.alpha),
     batch2=lambda g, s: times(torch.matmul(s.batch1.mH, g), s.alpha))
+vjp(aten._grouped_mm.default, "self mat2 offs", constant="offs",  # products of groups of rows
+    self=lambda g, s: aten._grouped_mm(g, s.mat2.mT, s.offs),
+    mat2=lambda g, s: aten._grouped_mm(s.self.mT, g, s.offs))
 # fmt: on
 
 
-def linear_weight(g: Tensor, x: Tensor, shape: Any, stride: Any) -> Tensor:
-    """G^T X over all rows: d(weight) of x @ weight.T, in weight's memory order."""
-    g, x = (g.unsqueeze(0), x.unsqueeze(0)) if x.dim() == 1 else (rows(g), rows(x))
-    if stride is not None and stride[0] == 1 and stride[1] == shape[0]:
-        return torch.mm(x.mH, g).t()
-    return torch.mm(g.t(), conj(x))
+def row_sum(g: Tensor) -> Tensor:
+    """G summed over all dims but the last: the machinery's own sum takes thrice as long to call."""
+    return g.sum(0) if g.dim() == 2 else g if g.dim() == 1 else g.sum(list(range(g.dim() - 1)))
 
 
 # -- contractions of three tensors (bilinear)

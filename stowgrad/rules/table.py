@@ -18,8 +18,8 @@ What the machinery does, so that no row has to:
 
 Words in `saves`: the name of a tensor argument (tensor lists too) or of an output keeps that
 tensor; `x.shape` keeps only that fact, read as `s.x_shape` (or any other in `_FACTS`: dtype,
-device, layout, stride, storage_offset, requires_grad); `x:a,b` keeps `x` only if the gradient of
-`a` or `b` is needed.
+device, layout, stride, storage_offset, is_contiguous, requires_grad, order); `x:a,b` keeps `x`
+only if the gradient of `a` or `b` is needed.
 """
 
 from __future__ import annotations
@@ -50,8 +50,17 @@ _FACTS: dict[str, Callable[[Tensor], Any]] = {
     "stride": lambda t: t.stride() if t.layout is torch.strided else None,
     "storage_offset": lambda t: t.storage_offset(),
     "is_contiguous": lambda t: t.is_contiguous(),
+    "order": lambda t: -2 if _column_major(t) else t.dim(),  # the number of dims, mostly
     "requires_grad": _private.native_requires_grad,
 }
+
+
+def _column_major(t: Tensor) -> bool:
+    """Whether `t` is a matrix whose columns lie one after the other, as in a transpose."""
+    if t.dim() != 2 or t.layout is not torch.strided:
+        return False
+    row, column = t.stride()
+    return row == 1 and column == t.shape[0]
 
 
 class Rule:
