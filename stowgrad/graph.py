@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import _private
-from .errors import NotDifferentiableError, OutsideRecordError, describe
+from .errors import GradientError, NotDifferentiableError, OutsideRecordError, describe
 
 _T = TypeVar("_T")
 
@@ -276,6 +276,13 @@ def accumulate(variable: Tensor, grad: Tensor) -> None:
     its strides are the leaf's, and copied otherwise; later ones are added in place. With
     create_graph every sum is a new tensor, so that it can be differentiated.
     """
+    if grad.device != variable.device:
+        if grad.dim():
+            raise GradientError(
+                f"a gradient on {grad.device} has reached a leaf ({describe(variable)}) on "
+                f"{variable.device}"
+            )
+        grad = grad.to(variable.device)  # a number that was used with tensors of another device
     old = variable.grad
     if old is None:
         if torch.is_grad_enabled():
