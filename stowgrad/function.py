@@ -496,23 +496,48 @@ def record_registered(
         _inside.ops.pop()
 
 
-# -- once_differentiable
+# -- two functions that PyTorch implements in C++, and uses from Python
+
+
+def _passed_through(tensors: Sequence[Any], make: Callable[[list[Edge | None]], Node]) -> Any:
+    """Aliases of `tensors` whose producer is the node that `make` makes from their edges."""
+    tracked = [isinstance(t, Tensor) and _tracked(t) for t in tensors]
+    outputs = [t.detach() if isinstance(t, Tensor) else t for t in tensors]
+    if any(tracked) and _private.grad_enabled():
+        node = make(
+            [gradient_edge(t) if n else None for t, n in zip(tensors, tracked, strict=True)]
+        )
+        for index, out in enumerate(outputs):
+            if isinstance(out, Tensor):
+                attach(out, Edge(node, index, out.shape, out.dtype))
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 class DelayedError:
-    """`torch._C._functions.DelayedError`: passes tensors through, and raises `message` when a
-    gradient comes back (a second backward through a once_differentiable function)."""
+    """`torch._C._functions.DelayedError`: raises `message` when a gradient comes back (a second
+    backward through a once_differentiable function)."""
 
     def __init__(self, message: bytes | str, count: int) -> None:
         self.message = message.decode() if isinstance(message, bytes) else message
 
     def __call__(self, *tensors: Any) -> Any:
-        tracked = [isinstance(t, Tensor) and _tracked(t) for t in tensors]
-        outputs = [t.detach() if isinstance(t, Tensor) else t for t in tensors]
-        if any(tracked) and _private.grad_enabled():
-            edges = [gradient_edge(t) if n else None for t, n in zip(tensors, tracked, strict=True)]
-            node = ErrorNode(self.message, edges, len(outputs))
-            for index, out in enumerate(outputs):
-                if isinstance(out, Tensor):
-                    attach(out, Edge(node, index, out.shape, out.dtype))
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        return _passed_through(tensors, lambda edges: ErrorNode(self.message, edges, len(edges)))
+
+
+class UndefinedGrad:
+    """`torch._C._functions.UndefinedGrad`: stops the gradient on its way back, as gradcheck does
+    to see whether backward copes with a missing one."""
+
+    def __call__(self, *tensors: Any) -> Any:
+        return _passed_through(tensors, lambda edges: UndefinedGradBackward(edges, len(edges)))
+
+
+class UndefinedGradBackward(Node):
+    """A node through which every gradient becomes a missing one."""
+
+    __slots__ = ()
+
+    def apply(
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None = None
+    ) -> Sequence[Tensor | None]:
+        return [None] * len(self.edges)

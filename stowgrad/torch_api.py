@@ -89,6 +89,7 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (torch.autograd.Variable, "_execution_engine", _Engine),
         (torch.autograd.function._SingleLevelFunction, "apply", _make_apply),
         (C._functions, "DelayedError", _here(function.DelayedError)),
+        (C._functions, "UndefinedGrad", _here(function.UndefinedGrad)),
         (torch.autograd.forward_ad, "make_dual", _here(_no_forward_mode)),
         (torch._vmap_internals, "_vmap", _here(_vmap)),
         (torch.autograd.functional, "_vmap", _here(_vmap)),

@@ -897,3 +897,37 @@ def test_vmap_over_a_function():
         return a, b, x.grad
 
     same(run)
+
+
+def test_gradcheck_with_missing_gradients():
+    class TwoOutputs(Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            ctx.set_materialize_grads(False)
+            return x * y, x.sin()
+
+        @staticmethod
+        def backward(ctx, g, h):
+            x, y = ctx.saved_tensors
+            by_x = [] if g is None else [g * y]
+            by_x += [] if h is None else [h * x.cos()]
+            return sum(by_x) if by_x else None, None if g is None else g * x
+
+    def run():
+        inputs = leaf(), leaf()
+        return [
+            torch.autograd.gradcheck(TwoOutputs.apply, inputs),
+            torch.autograd.gradgradcheck(TwoOutputs.apply, inputs),
+            torch.autograd.gradcheck(Exp.apply, inputs[0], check_batched_grad=True, fast_mode=True),
+        ]
+
+    same(run)
+
+    def careless():
+        F = define(
+            lambda ctx, x: (ctx.set_materialize_grads(False), x * 2)[1], lambda ctx, g: g * 2
+        )
+        torch.autograd.gradcheck(F.apply, leaf())
+
+    both_raise(careless, "NoneType", TypeError)
