@@ -89,11 +89,16 @@ _quick_calls: dict[Any, Callable[..., Any]] = {
     _aten.addmm.default: torch.addmm,
     _aten.matmul.default: torch.matmul,
     _aten.linear.default: linear,
+    _aten.softmax.int: torch.softmax,
+    _aten.log_softmax.int: torch.log_softmax,
+    _aten.gelu.default: torch.nn.functional.gelu,
 }
 # Composites whose result is always a new tensor, made without lazy views.
 _fresh = {
     _aten.matmul.default, _aten.linear.default, _aten.square.default, _aten.where.ScalarOther,
     _aten.where.ScalarSelf, _aten._sparse_mm.default, _aten._sparse_mm.reduce,
+    _aten.softmax.int, _aten.log_softmax.int, _aten.relu6.default, _aten.selu.default,
+    _aten.log_sigmoid.default,
 }  # fmt: skip
 
 _entries: dict[Any, Entry] = {}

@@ -12,8 +12,9 @@ import math
 
 import torch
 
+from ..ops import SPECIAL
 from .common import conj
-from .table import vjp
+from .table import RULES, vjp
 
 aten = torch.ops.aten
 
@@ -23,6 +24,7 @@ vjp(aten.relu, "out", self=lambda g, s: aten.threshold_backward(g, s.out, 0))
 vjp(aten.threshold, "self", self=lambda g, s: aten.threshold_backward(g, s.self, s.threshold))
 vjp(aten.hardtanh, "self",
     self=lambda g, s: aten.hardtanh_backward(g, s.self, s.min_val, s.max_val))
+vjp(aten.relu6, "self", self=lambda g, s: aten.hardtanh_backward(g, s.self, 0, 6))
 vjp(aten.hardsigmoid, "self", self=lambda g, s: aten.hardsigmoid_backward(g, s.self))
 vjp(aten.hardshrink, "self", self=lambda g, s: aten.hardshrink_backward(g, s.self, s.lambd))
 vjp(aten.softshrink, "self", self=lambda g, s: aten.softshrink_backward(g, s.self, s.lambd))
@@ -103,6 +105,7 @@ vjp(aten.silu, "self", self=lambda g, s: aten.silu_backward(g, s.self))
 vjp(aten.mish, "self", self=lambda g, s: aten.mish_backward(g, s.self))
 vjp(aten.softplus, "self",
     self=lambda g, s: aten.softplus_backward(g, s.self, s.beta, s.threshold))
+vjp(aten.log_sigmoid, "self", self=lambda g, s: g * torch.sigmoid(-s.self))
 vjp(aten.log_sigmoid_forward, "self", outputs="out buffer", differentiable="out",
     self=lambda g, s: g * torch.sigmoid(-s.self))
 vjp(aten.hardswish, "self", self=lambda g, s: aten.hardswish_backward(g, s.self))
@@ -117,6 +120,10 @@ vjp(aten.celu, "self",
     self=lambda g, s: aten.elu_backward(g, s.alpha, 1, 1 / s.alpha, False, s.self))
 vjp(aten.celu_.default, "out",
     self=lambda g, s: aten.elu_backward(g, s.alpha, 1, 1 / s.alpha, True, s.out))
+# Source of the two numbers: Klambauer et al. 2017 (arXiv 1706.02515), section 3.
+_SELU = 1.6732632423543772, 1.0507009873554805
+vjp(aten.selu, "self", self=lambda g, s: aten.elu_backward(g, *_SELU, 1, False, s.self))
+vjp(aten.selu_.default, "out", self=lambda g, s: aten.elu_backward(g, *_SELU, 1, True, s.out))
 
 vjp(aten.sigmoid_backward, "grad_output output",
     grad_output=lambda g, s: aten.sigmoid_backward(g, conj(s.output)),
@@ -250,7 +257,7 @@ def log_softmax_backward(g, s, needs):
 
 def _dropout(input, p, train):
     """PyTorch's own steps, so that the draws are its own; kept is only which elements live."""
-    if p == 0 or not train or input.numel() == 0 or not 0 < p < 1:
+    if not 0 < p < 1:
         return aten.dropout(input, p, train), {"mask": None}
     if input.device.type != "cpu":
         out, mask = aten.native_dropout(input, p, train)
@@ -260,17 +267,42 @@ def _dropout(input, p, train):
     return input * noise.div_(1 - p), {"mask": mask}
 
 
-def _dropout_backward(g, mask, p, train):
-    if mask is not None:
-        # The factor as the forward has it, rounded to the gradient's dtype.
-        return g * mask * torch.ones((), dtype=g.dtype).div_(1 - p).item()
-    return g * 0 if train and p == 1 else g
+def _dropout_backward(g, mask, p):
+    return g * 0 if mask is None else g * mask * _scale(p, g.dtype)
 
+
+def _scale(p, dtype):
+    """1 / (1 - p), rounded as the forward's noise is: in float32 for the dtypes below it."""
+    if dtype == torch.float64:
+        return 1 / (1 - p)
+    return _round(_round(1 / _round(1 - p, 24), 24), _DIGITS[dtype])
+
+
+def _round(x, digits):
+    mantissa, exponent = math.frexp(x)
+    return math.ldexp(round(math.ldexp(mantissa, digits)), exponent - digits)
+
+
+_DIGITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}  # binary ones
 
 vjp(aten.dropout, "mask", forward=_dropout,
-    input=lambda g, s: _dropout_backward(g, s.mask, s.p, s.train))
+    input=lambda g, s: _dropout_backward(g, s.mask, s.p))
 vjp(aten.native_dropout, "mask", outputs="out mask", differentiable="out",
     input=lambda g, s: aten.native_dropout_backward(
         g, s.mask, 1 if s.train is False else 0 if s.p == 1 else 1 / (1 - s.p)))
 vjp(aten.native_dropout_backward, "mask",
     grad_output=lambda g, s: aten.native_dropout_backward(g, s.mask, s.scale))
+
+
+def _record_dropout(recorder, entry, func, args, kwargs):
+    """Where nothing is dropped, the result is the input itself and there is nothing to record."""
+    x, p, train = args
+    if p == 0 or not train or x.numel() == 0:
+        return x
+    if entry.rule is None:
+        entry.rule = RULES[aten.dropout.default]
+        entry.rule.prepare()
+    return recorder._record_rule(entry, func, args, kwargs, 1)
+
+
+SPECIAL[aten.dropout.default] = SPECIAL[aten.dropout_.default] = _record_dropout

@@ -214,7 +214,10 @@ def _shifted(states, first, reverse):
 def _to_x_and_weights(to_input, to_hidden, h, cell, x, before, w_ih, bias):
     """From the gradients of the two products, x w_ih' + b_ih and `before` w_hh' + b_hh."""
     rows, hidden = to_input.flatten(0, 1), to_hidden.flatten(0, 1)
-    biases = (None, None) if bias is None else (rows.sum(0), hidden.sum(0))
+    biases = (None, None)
+    if bias is not None:
+        to_bias = rows.sum(0)
+        biases = (to_bias, to_bias if to_hidden is to_input else hidden.sum(0))
     return (
         to_input @ w_ih, h, *cell, rows.mT @ x.flatten(0, 1), hidden.mT @ before.flatten(0, 1),
         *biases,
