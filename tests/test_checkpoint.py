@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -238,6 +239,56 @@ def test_pytorchs_debug_mode_lists_the_ops():
         checkpoint(fn, leaf(), use_reentrant=False, debug=True, early_stop=False).sum().backward()
 
     both_raise(run, "Operations executed during the original forward")
+
+
+@pytest.mark.parametrize("outer, inner", [(True, False), (False, True)])
+def test_reentrant_and_other_checkpoints_nest(outer, inner):
+    def run():
+        def region(x):
+            return checkpoint(lambda x: x.sin().exp(), x.cos(), use_reentrant=inner)
+
+        x = leaf()
+        checkpoint(region, x, use_reentrant=outer).sum().backward()
+        return x.grad
+
+    same(run)
+
+
+def test_backwards_of_one_group_share_a_recomputation():
+    def run():
+        calls = []
+
+        def region(x):
+            calls.append(1)
+            return x.sin().exp(), x.cos().tanh()
+
+        x = leaf()
+        with torch_checkpoint.GraphExecGroup():
+            a, b = checkpoint(region, x, use_reentrant=False)
+            a.sum().backward(retain_graph=True)
+            b.sum().backward()
+        return len(calls), x.grad
+
+    same(run)
+
+
+def test_tensor_and_module_hooks_inside_a_region_run_once():
+    def run():
+        torch.manual_seed(0)
+        seen = []
+        model = nn.Linear(3, 3).double()
+        model.register_full_backward_hook(lambda m, gi, go: seen.append((gi[0], go[0])))
+
+        def region(x):
+            y = model(x).tanh()
+            y.register_hook(lambda g: seen.append(g))
+            return y.exp()
+
+        x = leaf(2, 3)
+        checkpoint(region, x, use_reentrant=False).sum().backward()
+        return seen, gradients(model, x)
+
+    same(run)
 
 
 def test_reentrant_checkpoint_refuses_partial_backward():
