@@ -426,6 +426,14 @@ def _at(node: Node) -> str:
     return f" (recorded at {where})" if where else ""
 
 
+def _has_nan(grad: Tensor) -> bool:
+    if grad.layout is torch.sparse_coo:
+        grad = grad._values()
+    elif grad.layout is not torch.strided:
+        grad = grad.values()
+    return bool(grad.isnan().any())
+
+
 def _apply_with_anomaly_detection(
     node: Node, grads: Grads, needs: Sequence[bool] | None
 ) -> Sequence[Tensor | None]:
@@ -434,7 +442,7 @@ def _apply_with_anomaly_detection(
         results = node.apply(grads, needs)
         if torch.is_anomaly_check_nan_enabled():
             for index, grad in enumerate(results):
-                if grad is not None and grad.is_floating_point() and bool(grad.isnan().any()):
+                if grad is not None and _has_nan(grad):
                     raise GradientError(
                         f"Function '{node.name()}' returned nan values in its {index}th output"
                         f"{_at(node)}."
