@@ -233,6 +233,11 @@ def made_of_ops(func: Any) -> bool:
     )
 
 
+def is_initialized(device_type: str) -> bool:
+    """Whether this process has used the accelerator. Asking it anything else would begin to."""
+    return bool(getattr(torch.get_device_module(device_type), "_initialized", True))
+
+
 def functorch_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 

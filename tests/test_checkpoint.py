@@ -291,6 +291,28 @@ def test_tensor_and_module_hooks_inside_a_region_run_once():
     same(run)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_gradient_checkpointing_of_transformers(name, reentrant):
+    pytest.importorskip("transformers")
+    from tests.models import zoo
+
+    model, loss = zoo.MODELS[name]()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    def run():
+        model.zero_grad()
+        loss(model).backward()
+        return {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+
+    torch.manual_seed(0)
+    expected = run()
+    torch.manual_seed(0)
+    with sg.record():
+        actual = run()
+    assert_close(actual, expected, rtol=1e-10, atol=1e-14)
+
+
 def test_reentrant_checkpoint_refuses_partial_backward():
     def run():
         x = leaf()

@@ -319,7 +319,7 @@ class _State:
         if accelerator is not None:
             kinds.add(accelerator.type)
             module = torch.get_device_module(accelerator.type)
-            if not getattr(module, "_initialized", True):
+            if not _private.is_initialized(accelerator.type):
                 self._asleep = accelerator.type
             elif hasattr(module, "current_device"):
                 devices.add(torch.device(accelerator.type, module.current_device()))
@@ -330,7 +330,7 @@ class _State:
 
     def first_run_is_over(self) -> None:
         if self._asleep is not None and self._preserve_rng:
-            if torch.get_device_module(self._asleep)._initialized:
+            if _private.is_initialized(self._asleep):
                 raise RuntimeError(
                     f"{self._asleep} was first used inside a checkpointed region, so the state of "
                     "its random generator before it is not known. Use the device once before, or "
