@@ -134,7 +134,7 @@ def names_bound() -> dict[tuple[Any, str], int]:
         (owner, name): id(value)
         for owner in _OWNERS
         for name, value in vars(owner).items()
-        if name != "__slotnames__"  # a cache that copyreg leaves on classes
+        if name not in ("__slotnames__", "__warningregistry__")  # caches that others leave
     }
 
 
