@@ -237,11 +237,12 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         _include()
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
         finally:
             _exclude()
-            if entry.written:
-                _note_change(entry, args, kwargs)
+        if entry.written:
+            _note_change(entry, args, kwargs)
+        return out
 
     # -- an op that has a rule
 

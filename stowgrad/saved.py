@@ -472,7 +472,9 @@ _changes = _Changes()
 def note_change(tensors: Iterable[Tensor], op: str, where: Location | None) -> None:
     """`op` at `where` has just changed `tensors` in place."""
     marks = [
-        (_private.storage_key(t), t._version) for t in tensors if _private.has_plain_storage(t)
+        (_private.storage_key(t), t._version)
+        for t in tensors
+        if _private.has_plain_storage(t) and not t.is_inference()
     ]
     _changes.last.append((_changes.tick, marks, op, where))
     _changes.tick += 1
