@@ -115,6 +115,12 @@ def _bindings() -> list[tuple[Any, str, Make]]:
             (checkpoint, "_make_saved_tensor", _here(_make_saved_tensor)),
             (checkpoint, "SavedTensor", lambda native: (native, saved.SavedTensor)),
         ]
+    selective = getattr(checkpoint, "_CachedTorchDispatchMode", None)
+    if selective is not None:
+        bindings += [
+            (selective, "__enter__", _make_selective_enter),
+            (selective, "__exit__", _make_selective_exit),
+        ]
     return bindings
 
 
@@ -419,6 +425,28 @@ def _make_saved_tensor(tensor: Tensor, is_output: bool) -> saved.SavedTensor:
     """How checkpointing saves the inputs of a region: as if an op had saved them."""
     edge = gradient_edge(tensor) if _private.native_requires_grad(tensor) else None
     return saved.SavedTensor(tensor, "input", "checkpoint", user_location(), None, edge)
+
+
+def _make_selective_enter(original: Any) -> Any:
+    """Selective checkpointing uses up what its first run kept. Where another backward may come,
+    it is put back afterwards, so that (beyond PyTorch) the region can run again."""
+
+    def enter(self: Any) -> Any:
+        if recording():
+            task = engine.current_task()
+            if task is None or task.keep_graph:
+                self._stowgrad_kept = {op: dict(values) for op, values in self.storage.items()}
+        return original(self)
+
+    return enter
+
+
+def _make_selective_exit(original: Any) -> Any:
+    def leave(self: Any, *exc: Any) -> Any:
+        self.storage.update(vars(self).pop("_stowgrad_kept", {}))
+        return original(self, *exc)
+
+    return leave
 
 
 def _graph_task_id() -> int:

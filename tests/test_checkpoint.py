@@ -748,6 +748,26 @@ def test_selective_checkpointing_with_ours():
     agrees(fn)
 
 
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "pytorch's"])
+def test_selective_checkpointing_takes_several_backwards(ours):
+    """Beyond PyTorch, which allows one; what was kept goes with the graph."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, OPS)
+    way = sg.checkpoint if ours else functools.partial(checkpoint, use_reentrant=False)
+
+    def fn(run):
+        if run is sg.checkpoint:
+            run = functools.partial(way, context_fn=contexts)
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = run(lambda x, w: (x.sin().mm(w)).exp().mm(w.cos()), x, w)
+        y.sum().backward(retain_graph=True)
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad((g * g).sum(), w, retain_graph=True)
+        y.sum().backward()
+        return x.grad, w.grad, g, h
+
+    agrees(fn)
+
+
 # -- memory
 
 
