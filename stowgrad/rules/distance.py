@@ -2,7 +2,8 @@
 
 Each p-norm kernel has a backward kernel, which serves first order. PyTorch stops there. When the
 backward is itself recorded, the closed form below is used instead, so that second derivatives
-exist for every p; it holds all differences at once, points x points x features.
+exist for every p; it holds all differences at once, points x points x features. It is used for a
+batch of gradients too: mapped by torch.vmap, cdist's kernel gives wrong ones (PyTorch 2.13).
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _private
 from .table import vjp
 
 aten = torch.ops.aten
+
+
+def closed_form_wanted() -> bool:
+    return torch.is_grad_enabled() or _private.functorch_active()
 
 
 def distance_slope(g: Tensor, difference: Tensor, distance: Tensor, p: float) -> Tensor:
@@ -46,7 +52,7 @@ def distance_slope(g: Tensor, difference: Tensor, distance: Tensor, p: float) ->
 @vjp(aten._cdist_forward.default, saves="x1 x2 out", wrt="x1 x2")
 def cdist(g: Tensor, s: Any, needs: list[bool]) -> list[Tensor | None]:
     """out[i, j] = |x1[i] - x2[j]|_p."""
-    if torch.is_grad_enabled():
+    if closed_form_wanted():
         difference = s.x1.unsqueeze(-2) - s.x2.unsqueeze(-3)
         slope = distance_slope(g, difference, s.out, s.p)
         return [slope.sum(-2), -slope.sum(-3)]
@@ -75,7 +81,7 @@ def euclidean_dist(g: Tensor, s: Any, needs: list[bool]) -> list[Tensor | None]:
 def pdist(g: Tensor, s: Any, needs: list[bool]) -> tuple[Tensor]:
     """The distances of all pairs i < j of rows, row by row."""
     x = s.self
-    if not torch.is_grad_enabled():
+    if not closed_form_wanted():
         return (aten._pdist_backward(g, x, s.p, s.out),)
     i, j = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device)
     slope = distance_slope(g, x.index_select(0, i) - x.index_select(0, j), s.out, s.p)

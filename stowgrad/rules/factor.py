@@ -274,7 +274,7 @@ def lu_unpack(g: Any, s: Any, needs: list[bool]) -> tuple[Tensor | None]:
     return (gu if gl is None else gl if gu is None else gl + gu,)
 
 
-@vjp(aten.linalg_lu_solve.default, saves="LU pivots out", wrt="LU B")
+@vjp(aten.linalg_lu_solve.default, saves="LU pivots out:LU", wrt="LU B")
 def lu_solve(g: Tensor, s: Any, needs: list[bool]) -> list[Tensor | None]:
     """A solve with A = P L U: d(L U) = P^T d(A), split between the factors as in `lu_vjp`."""
     gb = torch.linalg.lu_solve(s.LU, s.pivots, g, left=s.left, adjoint=not s.adjoint)
@@ -299,13 +299,16 @@ def householder_product(g: Tensor, s: Any, needs: list[bool]) -> list[Tensor | N
     return list(reflectors_vjp(s.input, s.tau, g, columns))
 
 
-@vjp(aten.ormqr.default, saves="self input2 input3", wrt="self input2 input3")
+@vjp(
+    aten.ormqr.default, saves="self input2 input3:self,input2", wrt="self input2 input3"
+)
 def ormqr(g: Tensor, s: Any, needs: list[bool]) -> list[Tensor | None]:
     """Q C, Q^H C, C Q or C Q^H, with Q = H_1 ... H_k in full."""
-    c, left, transpose = s.input3, s.left, s.transpose
+    left, transpose = s.left, s.transpose
     gc = torch.ormqr(s.self, s.input2, g, left, not transpose) if needs[2] else None
     if not (needs[0] or needs[1]):
         return [None, None, gc]
+    c = s.input3
     if left:
         x, y = (c, g) if transpose else (g, c)
     else:

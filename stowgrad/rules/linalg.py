@@ -68,7 +68,7 @@ def is_vector(shape: torch.Size, matrix: torch.Size) -> bool:
 
 @vjp(
     aten._linalg_solve_ex.default,
-    saves="A B.shape result LU pivots",
+    saves="A B.shape result:A LU pivots",
     outputs="result LU pivots info", differentiable="result", wrt="A B",
 )  # fmt: skip
 def solve(g: Tensor, s: Any, needs: list[bool]) -> Pair:
@@ -87,7 +87,7 @@ def solve(g: Tensor, s: Any, needs: list[bool]) -> Pair:
     return [ga, gb.squeeze(-1) if vector else gb]
 
 
-@vjp(aten.linalg_solve_triangular.default, saves="self out", wrt="self B")
+@vjp(aten.linalg_solve_triangular.default, saves="self out:self", wrt="self B")
 def solve_triangular(g: Tensor, s: Any, needs: list[bool]) -> Pair:
     """As `solve`, and d(A) only where A is read."""
     gb = torch.linalg.solve_triangular(
@@ -106,7 +106,7 @@ def triangle(x: Tensor, upper: bool, without_diagonal: bool) -> Tensor:
 
 @vjp(
     aten.triangular_solve.default,
-    saves="A solution", outputs="solution cloned_coefficient", wrt="self A",
+    saves="A solution:A", outputs="solution cloned_coefficient", wrt="self A",
 )  # fmt: skip
 def triangular_solve(g: Any, s: Any, needs: list[bool]) -> Pair:
     """A X = B, or A^T X = B with `transpose`; the second result is a copy of A."""
@@ -183,7 +183,7 @@ def cholesky_inverse(g: Tensor, s: Any, needs: list[bool]) -> tuple[Tensor]:
     return (-(s.self @ k) if s.upper else -(k @ s.self),)
 
 
-@vjp(aten.cholesky_solve.default, saves="input2 out", wrt="self input2")
+@vjp(aten.cholesky_solve.default, saves="input2 out:input2", wrt="self input2")
 def cholesky_solve(g: Tensor, s: Any, needs: list[bool]) -> Pair:
     """L L^H X = B: a solve, whose matrix has d(L L^H) = -d(B) X^H."""
     gb = torch.cholesky_solve(g, s.input2, upper=s.upper)
