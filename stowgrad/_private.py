@@ -39,6 +39,7 @@ replay_view: Callable[[Tensor, Tensor], Tensor] = _native["_view_func"]
 _use_count: Callable[[Tensor], int] = _native["_use_count"]
 
 grad_enabled = torch.is_grad_enabled
+inference_enabled = torch.is_inference_mode_enabled  # with it, grad mode may be on and counts not
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # the public one is a class
 
 # Why: PyTorch's autograd is a dispatch key, and no public switch leaves it out while grad mode

@@ -308,9 +308,9 @@ def _tensor_hooks(node: Node, hooks: NodeHooks | None, grads: Grads) -> Grads:
     """The hooks of each output, in order of registration, then retain_grad()."""
     grads = list(grads)
     if type(node) is AccumulateNode:
-        leaf_hooks = _private.native_hooks(node.variable)
+        leaf_hooks = node.leaf_hooks()
         if leaf_hooks:
-            grads[0] = _call_tensor_hooks(leaf_hooks.values(), grads[0], node)
+            grads[0] = _call_tensor_hooks(leaf_hooks, grads[0], node)
     if hooks is None:
         return grads
     for index, fns in hooks.tensor.items():

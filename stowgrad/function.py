@@ -252,7 +252,7 @@ def apply(cls: Any, *args: Any) -> Any:
     """
     tensors = [a for a in args if isinstance(a, Tensor)]
     needs = tuple([isinstance(a, Tensor) and _tracked(a) for a in args])
-    recorded = any(needs) and _private.grad_enabled()
+    recorded = any(needs) and _private.grad_enabled() and not _private.inference_enabled()
     context_class, node_class = _classes(cls)
     ctx = context_class()
     ctx.needs_input_grad = needs
@@ -503,7 +503,7 @@ def _passed_through(tensors: Sequence[Any], make: Callable[[list[Edge | None]], 
     """Aliases of `tensors` whose producer is the node that `make` makes from their edges."""
     tracked = [isinstance(t, Tensor) and _tracked(t) for t in tensors]
     outputs = [t.detach() if isinstance(t, Tensor) else t for t in tensors]
-    if any(tracked) and _private.grad_enabled():
+    if any(tracked) and _private.grad_enabled() and not _private.inference_enabled():
         node = make(
             [gradient_edge(t) if n else None for t, n in zip(tensors, tracked, strict=True)]
         )

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from . import _private
-from .errors import GradientError, NotDifferentiableError, OutsideRecordError, describe
+from .errors import (
+    GradientError,
+    InPlaceError,
+    NotDifferentiableError,
+    OutsideRecordError,
+    describe,
+)
 
 _T = TypeVar("_T")
 
@@ -218,6 +224,17 @@ class AccumulateNode(Node):
     def name(self) -> str:
         return "torch::autograd::AccumulateGrad"
 
+    def leaf_hooks(self) -> Sequence[Callable[..., Any]]:
+        """The leaf's own tensor hooks. Raises InPlaceError if it is a leaf no more."""
+        if state(self.variable) is not None:
+            raise InPlaceError(
+                f"leaf variable ({describe(self.variable)}) has been moved into the graph interior:"
+                " it was used, and then changed in place by an op that needs gradients. Change a "
+                "copy of it."
+            )
+        hooks = _private.native_hooks(self.variable)
+        return tuple(hooks.values()) if hooks else ()
+
     @property
     def _input_metadata(self) -> Sequence[Any]:
         leaf = self.variable
@@ -227,7 +244,7 @@ class AccumulateNode(Node):
         self, grads: list[Tensor | None], needs: Sequence[bool] | None
     ) -> Sequence[Tensor | None]:
         grad = grads[0]
-        if grad is not None:
+        if grad is not None and _private.native_requires_grad(self.variable):
             grads.clear()
             with self._lock:  # several threads may reach one leaf at once
                 accumulate(self.variable, grad)

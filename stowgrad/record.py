@@ -38,6 +38,7 @@ _tracked = _private.native_requires_grad
 _set_tracked = _private.set_native_requires_grad
 _set_hooks = _private.set_native_hooks
 _grad_enabled = _private.grad_enabled
+_inference = _private.inference_enabled
 _DIFFERENTIABLE = frozenset(
     d
     for d in vars(torch).values()
@@ -90,7 +91,7 @@ class Recorder(TorchDispatchMode):
             entry = entry_of(func)
         if entry.made_of_ops:
             _private.resolve_lazy_views()
-        if entry.kind is not Kind.PLAIN and _grad_enabled():
+        if entry.kind is not Kind.PLAIN and _grad_enabled() and not _inference():
             if not kwargs:
                 rule = entry.fast
                 if rule is not None and not (entry.composite and _private.modes_beneath()):

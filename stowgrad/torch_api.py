@@ -180,19 +180,18 @@ def _get_requires_grad(self: Tensor) -> bool:
 
 def _set_requires_grad(self: Tensor, value: bool) -> None:
     if recording() and not _is_leaf(self):
-        if not value:
-            raise RuntimeError(
-                "you can only change requires_grad flags of leaf variables. If you want to use a "
-                "computed variable in a subgraph that doesn't require differentiation use "
-                "var_no_grad = var.detach()."
-            )
-        return
+        raise RuntimeError(
+            "you can only change requires_grad flags of leaf variables. If you want to use a "
+            "computed variable in a subgraph that doesn't require differentiation use "
+            "var_no_grad = var.detach()."
+        )
     _private.set_native_requires_grad(self, value)
 
 
 def _requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
     """See torch.Tensor.requires_grad_."""
-    _set_requires_grad(self, requires_grad)
+    if not (requires_grad and recording() and not _is_leaf(self)):  # else it does already
+        _set_requires_grad(self, requires_grad)
     return self
 
 
