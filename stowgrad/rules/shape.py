@@ -187,11 +187,24 @@ vjp(aten.diagonal_scatter,          "src.shape",
     self=lambda g, s: torch.diagonal_scatter(
         g, g.new_zeros(s.src_shape), s.offset, s.dim1, s.dim2),
     src=lambda g, s: g.diagonal(s.offset, s.dim1, s.dim2))
-# PyTorch's gradient of `self` here is that of the overwritten elements; this is that of the others
-vjp(aten.as_strided_scatter,
-    self=lambda g, s: torch.as_strided_scatter(
-        g.contiguous(), g.new_zeros(s.size), s.size, s.stride, s.storage_offset),
-    src=lambda g, s: g.contiguous().as_strided(s.size, s.stride, s.storage_offset))  # fmt: skip
+# of a contiguous `self`; PyTorch gives it the gradient of the overwritten elements, not the others'
+vjp(aten.as_strided_scatter, "self.storage_offset",
+    self=lambda g, s: _strided(
+        g, s.size, s.stride, s.storage_offset, s.self_storage_offset, g.new_zeros(s.size)),
+    src=lambda g, s: _strided(
+        g, s.size, s.stride, s.storage_offset, s.self_storage_offset))  # fmt: skip
+
+
+def _strided(
+    g: Tensor, size: Any, stride: Any, offset: int | None, base: int, source: Tensor | None = None
+) -> Tensor:
+    """as_strided of a gradient of something that began at `base`, or `source` put there."""
+    g = g.contiguous()
+    offset = g.storage_offset() + (0 if offset is None else offset - base)
+    if source is None:
+        return g.as_strided(size, stride, offset)
+    return torch.as_strided_scatter(g, source, size, stride, offset)
+
 
 # -- the same elements in another place, dtype or layout (the engine casts a gradient back)
 

@@ -122,6 +122,14 @@ def conjugated_view(x):
     return z
 
 
+def view_of_a_stale_conjugate(x):
+    z = torch.complex(x[:2], x[2:])
+    row = z.select(0, 1)
+    part = row.conj().squeeze()
+    row.unsqueeze_(0)
+    return part
+
+
 def change_after_use(x):
     y = x * 1
     a = y[0] + 1  # keeps nothing of y
@@ -141,7 +149,8 @@ VIEWS = [
     chain_of_views, many_changes_through_many_views, slice_assignment,
     slice_assignment_over_what_was_there, index_assignment, untracked_base_takes_tracked_values,
     transposed_in_place, view_transposed_in_place, expanded_and_reduced, as_strided_view,
-    overlapping_windows, conjugated_view, change_after_use, copies_do_not_see_changes,
+    overlapping_windows, conjugated_view, view_of_a_stale_conjugate, change_after_use,
+    copies_do_not_see_changes,
 ]  # fmt: skip
 
 
@@ -290,6 +299,18 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_equal_pytorchs(case):
     agree(CASES[case], matrix(), order=2)
+
+
+def test_as_strided_scatter_gives_self_the_gradient_of_what_is_left_of_it():
+    """PyTorch gives it that of the overwritten elements."""
+    with sg.record():
+        whole = torch.zeros(9, dtype=torch.float64)
+        x = whole[3:].requires_grad_()  # an offset of its own
+        y = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        out = torch.as_strided_scatter(x, y, (2,), (2,), 4)
+        w = torch.arange(1.0, 7, dtype=torch.float64)
+        to_x, to_y = torch.autograd.grad(out, [x, y], w)
+    assert to_x.tolist() == [1, 0, 3, 0, 5, 6] and to_y.tolist() == [2, 4]
 
 
 def test_views_and_moves_save_no_tensor():
