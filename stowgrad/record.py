@@ -121,7 +121,10 @@ class Recorder(TorchDispatchMode):
         if entry.touches_views:
             if entry.composite and _private.modes_beneath():
                 return self.decompose(func, args, kwargs)
-            return self.run(entry, func, args, kwargs)
+            out = self.run(entry, func, args, kwargs)
+            if not entry.written:
+                _note_birth(out)
+            return out
         return func(*args, **kwargs)
 
     def _record_fast(self, entry: Entry, rule: Rule, args: Any) -> Any:
@@ -490,8 +493,20 @@ def gradient_edge(tensor: Tensor) -> Edge:
     if tensor._is_view():
         base = tensor._base
         if base is not None and getattr(base, "_stowgrad", None) is not None:
+            if getattr(tensor, "_stowgrad_born", None) == tensor._version:
+                return leaf_edge(tensor)
             return _replay_view(tensor)
     return leaf_edge(tensor)
+
+
+def _note_birth(out: Any) -> None:
+    """A view of a tracked tensor, made without grad, counts as a leaf while its base stays as it
+    is now; afterwards it may not be used with grad (PyTorch's rule)."""
+    for view in out if isinstance(out, (list, tuple)) else (out,):
+        if isinstance(view, Tensor) and _tracked(view) and graph.state(view) is None:
+            base = view._base
+            if base is not None and graph.state(base) is not None:
+                view._stowgrad_born = view._version  # type: ignore[attr-defined]
 
 
 def producer(tensor: Tensor) -> Edge | None:
