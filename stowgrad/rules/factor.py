@@ -197,9 +197,7 @@ def qr(g: Any, s: Any, needs: list[bool]) -> tuple[Tensor | None]:
 # -- LU
 
 
-@vjp(
-    aten.linalg_lu.default, saves="P L U", outputs="P L U", differentiable="L U", wrt="A"
-)
+@vjp(aten.linalg_lu.default, saves="P L U", outputs="P L U", differentiable="L U", wrt="A")
 def lu(g: Any, s: Any, needs: list[bool]) -> tuple[Tensor | None]:
     return (lu_vjp(g[1], g[2], s.P if s.pivot else None, s.L, s.U),)
 
@@ -231,9 +229,7 @@ def lu_vjp(
     beside = below = None
     top, first = low[..., :k, :], up[..., :k]
     if m < n and gu is not None:
-        beside = torch.linalg.solve_triangular(
-            top.mH, gu[..., k:], upper=True, unitriangular=True
-        )
+        beside = torch.linalg.solve_triangular(top.mH, gu[..., k:], upper=True, unitriangular=True)
         less = beside @ up[..., k:].mH
         gl = -less if gl is None else gl - less
     if m > n and gl is not None:
@@ -299,9 +295,7 @@ def householder_product(g: Tensor, s: Any, needs: list[bool]) -> list[Tensor | N
     return list(reflectors_vjp(s.input, s.tau, g, columns))
 
 
-@vjp(
-    aten.ormqr.default, saves="self input2 input3:self,input2", wrt="self input2 input3"
-)
+@vjp(aten.ormqr.default, saves="self input2 input3:self,input2", wrt="self input2 input3")
 def ormqr(g: Tensor, s: Any, needs: list[bool]) -> list[Tensor | None]:
     """Q C, Q^H C, C Q or C Q^H, with Q = H_1 ... H_k in full."""
     left, transpose = s.left, s.transpose

@@ -154,9 +154,7 @@ def lstsq(g: Any, s: Any, needs: list[bool]) -> Pair:
 # -- Cholesky
 
 
-@vjp(
-    aten.linalg_cholesky_ex.default, saves="L", outputs="L info", differentiable="L", wrt="self"
-)
+@vjp(aten.linalg_cholesky_ex.default, saves="L", outputs="L info", differentiable="L", wrt="self")
 def cholesky_ex(g: Tensor, s: Any, needs: list[bool]) -> tuple[Tensor]:
     return (cholesky_vjp(g, s.L, s.upper),)
 

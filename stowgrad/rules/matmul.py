@@ -72,8 +72,15 @@ def matmul_other(g: Tensor, self: Tensor, order: int) -> Tensor:
     return torch.matmul(self.mH, g)
 
 
+def linear_input(g: Tensor, weight: Tensor) -> Tensor:
+    """G W: d(input) of input @ weight.T; a weight may be one row."""
+    return torch.matmul(g, weight) if weight.dim() == 2 else g.unsqueeze(-1) * weight
+
+
 def linear_weight(g: Tensor, x: Tensor, order: int) -> Tensor:
     """G^T X over all rows: d(weight) of x @ weight.T."""
+    if order == 1:
+        return matmul_other(g, x, order)
     if x.dim() == 1:
         return g.unsqueeze(-1) * conj(x)
     g, x = rows(g), rows(x)
@@ -83,7 +90,7 @@ def linear_weight(g: Tensor, x: Tensor, order: int) -> Tensor:
 # op                    saves                           gradient of each tensor argument, given g
 # fmt: off
 vjp(aten.linear.default, "input weight weight.order bias.order",
-    input=lambda g, s: torch.matmul(g, conj(s.weight)),
+    input=lambda g, s: linear_input(g, conj(s.weight)),
     weight=lambda g, s: linear_weight(g, s.input, s.weight_order),
     bias=lambda g, s: row_sum(g) if s.bias_order == 1 else g)
 vjp(aten.matmul.default, "self other self.order other.order",
