@@ -346,11 +346,11 @@ def attach(tensor: Tensor, edge: Edge) -> None:
 
     The native flag is set as well, so that everything that asks `requires_grad` (in C++ too)
     hears the truth; and a native hook that raises, so that PyTorch's own backward, should it ever
-    reach this tensor, fails loudly instead of stopping here.
+    reach this tensor, fails loudly instead of stopping here. (A view says that it needs gradients
+    as soon as its base does, but without the flag of its own no backward reaches it.)
     """
     tensor._stowgrad = edge  # type: ignore[attr-defined]
-    if not _private.native_requires_grad(tensor):
-        _private.set_native_requires_grad(tensor, True)
+    _private.set_native_requires_grad(tensor, True)
     _private.set_native_hooks(tensor, _outside)
 
 
@@ -383,7 +383,21 @@ class _Outside:
         )
 
 
-_outside: OrderedDict[int, Any] = OrderedDict({0: _Outside()})
+class _OutsideHooks(OrderedDict[int, Any]):
+    """The native hooks of every tracked tensor, one object for all: nothing may be added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        super().__setitem__(0, _Outside())
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        raise OutsideRecordError(
+            "a hook on a tensor whose graph stowgrad recorded can be registered only where it "
+            "records: call register_hook() inside record()."
+        )
+
+
+_outside = _OutsideHooks()
 
 
 class Seam(threading.local):
