@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from .common import conj
-from .table import nondifferentiable, vjp
+from .table import vjp
 
 aten = torch.ops.aten
 Pair = list[Tensor | None]
-
-nondifferentiable(aten.linalg_ldl_factor_ex, aten.geqrf)
 
 
 # -- inverses

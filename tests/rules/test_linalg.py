@@ -162,3 +162,12 @@ def test_op_database(name):
 @pytest.mark.parametrize("name", ["cholesky_inverse", "linalg.det", "linalg.lstsq", "pinverse"])
 def test_op_database_complex(name):
     assert_by_rule(name, torch.complex128, limit=3)
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: L.ldl_factor(x)[0], lambda x: torch.geqrf(x)[0]], ids=["ldl", "geqrf"]
+)
+def test_a_factorisation_without_a_derivative_says_so(fn):
+    """An error, as in PyTorch, rather than a gradient that leaves this path out."""
+    with sg.record(), pytest.raises(sg.NotDifferentiableError, match="no derivative"):
+        gradients(lambda x: fn(x @ x.mT) + x.sum(), matrix())
