@@ -132,6 +132,9 @@ def _resolve(func: Any) -> Entry:
 
     if func in SPECIAL:
         entry.kind, entry.handler = Kind.SPECIAL, SPECIAL[func]
+        entry.rule = RULES.get(func) or (_plain_rule(func) if entry.inplace else None)
+        if entry.rule is not None:
+            entry.rule.prepare()
         return entry
     if _private.registered_autograd(func) is not None:
         entry.kind, entry.handler = Kind.SPECIAL, _registered

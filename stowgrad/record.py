@@ -874,10 +874,11 @@ class record(ContextDecorator):
     """
 
     def __enter__(self) -> record:
-        from . import torch_api
+        from . import autocast, torch_api
 
         thread = _thread
         if thread.depth == 0:
+            autocast.enter()
             torch_api.bind()
             try:
                 guard = _private.BelowAutograd()
@@ -889,12 +890,13 @@ class record(ContextDecorator):
                 seam.user = _call_user
             except BaseException:
                 torch_api.unbind()
+                autocast.leave()
                 raise
         thread.depth += 1
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        from . import torch_api
+        from . import autocast, torch_api
 
         thread = _thread
         thread.depth -= 1
@@ -909,6 +911,7 @@ class record(ContextDecorator):
                 _include()
                 guard.__exit__(None, None, None)
                 torch_api.unbind()
+                autocast.leave()
 
 
 def run_backward(

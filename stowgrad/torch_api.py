@@ -21,7 +21,7 @@ import torch.utils._python_dispatch as _python_dispatch
 import torch.utils.checkpoint as checkpoint
 from torch import Tensor
 
-from . import _private, engine, function, graph, saved
+from . import _private, autocast, engine, function, graph, saved
 from .errors import NotDifferentiableError, OutsideRecordError, describe
 from .graph import AccumulateNode, Node
 from .record import (
@@ -93,6 +93,10 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (torch.autograd.forward_ad, "make_dual", _here(_no_forward_mode)),
         (torch._vmap_internals, "_vmap", _here(_vmap)),
         (torch.autograd.functional, "_vmap", _here(_vmap)),
+        (torch, "set_autocast_enabled", _also(autocast.set_enabled)),
+        (torch, "clear_autocast_cache", _also(autocast.clear_cache)),
+        (torch, "set_autocast_cache_enabled", _here(autocast.set_cache_enabled)),
+        (torch, "is_autocast_cache_enabled", _here(autocast.is_cache_enabled)),
         (C, "_InferenceMode", _make_inference_mode),
         (_python_dispatch, "_push_mode", _make_push),
         (_python_dispatch, "_pop_mode", _make_pop),
@@ -132,6 +136,21 @@ def _here(ours: Callable[..., Any]) -> Make:
             if recording():
                 return ours(*args, **kwargs)
             return original(*args, **kwargs)
+
+        return bound
+
+    return make
+
+
+def _also(ours: Callable[..., Any]) -> Make:
+    """The original, and then ours in a thread that records."""
+
+    def make(original: Any) -> Any:
+        def bound(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if recording():
+                ours(*args, **kwargs)
+            return result
 
         return bound
 

@@ -44,8 +44,9 @@ def main() -> int:
                 mode = "train" if training else "eval"
                 print(f"{word:6} {name(info):34} {mode:5}", *sorted(through), *detail.split())
     total = count["right"] + count["wrong"] + count["error"]
+    share = count["right"] / max(total, 1)
     print(
-        f"{total} modules and modes: right {count['right']} ({count['right'] / max(total, 1):.1%}), "
+        f"{total} modules and modes: right {count['right']} ({share:.1%}), "
         f"{count['fallback']} of them with an op that falls back; wrong {count['wrong']}, "
         f"error {count['error']}; no gradient in the reference {count['skip']}"
     )

@@ -14,7 +14,7 @@ import torch
 
 from ..ops import SPECIAL
 from .common import conj
-from .table import RULES, vjp
+from .table import vjp
 
 aten = torch.ops.aten
 
@@ -299,9 +299,6 @@ def _record_dropout(recorder, entry, func, args, kwargs):
     x, p, train = args
     if p == 0 or not train or x.numel() == 0:
         return x
-    if entry.rule is None:
-        entry.rule = RULES[aten.dropout.default]
-        entry.rule.prepare()
     return recorder._record_rule(entry, func, args, kwargs, 1)
 
 

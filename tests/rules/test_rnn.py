@@ -95,7 +95,7 @@ def test_packed_sequences(kind, dtype):
 
     def packed():
         rows = pack_padded_sequence(x, torch.tensor([6, 4, 1]), batch_first=True)
-        out, lengths = pad_packed_sequence(layer(rows)[0], batch_first=True)
+        out, _ = pad_packed_sequence(layer(rows)[0], batch_first=True)
         return out.detach(), torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
 
     expected = packed()
