@@ -77,6 +77,16 @@ _quick_calls: dict[Any, Callable[..., Any]] = {
     _aten.square.default: torch.square,
     _aten.pow.Tensor_Scalar: torch.pow,
     _aten.rsub.Scalar: torch.rsub,
+    _aten.t.default: torch.t,
+    _aten.transpose.int: torch.transpose,
+    _aten.permute.default: torch.permute,
+    _aten.view.default: torch.Tensor.view,
+    _aten.reshape.default: torch.reshape,
+    _aten.expand.default: torch.Tensor.expand,
+    _aten.unsqueeze.default: torch.unsqueeze,
+    _aten.select.int: torch.select,
+    _aten.sum.default: torch.sum,
+    _aten.clone.default: torch.clone,
     _aten.where.self: torch.where,
     _aten.where.ScalarOther: torch.where,
     _aten.where.ScalarSelf: torch.where,
@@ -145,7 +155,9 @@ def _resolve(func: Any) -> Entry:
     if rule is not None:
         rule.prepare()
         entry.kind, entry.rule = Kind.RULE, rule
-        if rule.simple and len(schema.returns) == 1 and not entry.touches_views:
+        if rule.simple and len(schema.returns) == 1 and not written and (
+            views or not entry.touches_views
+        ):
             entry.fast = rule
             entry.call = _quick_calls.get(func, func)
     elif any(a.kwarg_only for a in written):

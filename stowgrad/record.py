@@ -128,8 +128,8 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _record_fast(self, entry: Entry, rule: Rule, args: Any) -> Any:
-        """As `_record_rule`, for the plainest case: no lists, one new tensor as result, no view, no
-        keyword. Most ops of a model; no step here is spare."""
+        """As `_record_rule`, for the plainest case: no lists, nothing changed in place, one tensor
+        as result, no keyword. Most ops of a model; no step here is spare."""
         edges: list[Edge | None] = []
         mask = 0
         bit = 1
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
                 count = sum(isinstance(a, Tensor) and _tracked(a) for a in args)
                 return self._record(entry, rule.op, args, {}, count)
         if not mask:
-            return entry.call(*args)
+            return self.run(entry, entry.call, args, {})
         if self.ops is not None:
             self.ops[rule.op] = self.ops.get(rule.op, 0) + 1
         plan = rule._plans.get(mask)
@@ -184,13 +184,25 @@ class Recorder(TorchDispatchMode):
                 saved.append(value)
         if plan.fast_values:
             node.values = _values(rule, plan, args, {})
-        out = entry.call(*args)
+        version = None
+        if entry.touches_views:
+            _include()
+            try:
+                out = entry.call(*args)
+            finally:
+                _exclude()
+            if entry.composite and out is args[0]:
+                return out  # nothing happened (x.contiguous())
+            if out._is_view():
+                version = out._version
+        else:
+            out = entry.call(*args)
         for name in plan.outputs:
             saved.append(SavedTensor(out, name, rule.name, node.where, 0))
         node.saved = saved
         dtype = out.dtype
         if dtype in _DIFFERENTIABLE:
-            out._stowgrad = Edge(node, 0, out.shape, dtype)
+            out._stowgrad = Edge(node, 0, out.shape, dtype, version)
             _set_tracked(out, True)
             _set_hooks(out, _outside)
         return out
