@@ -213,4 +213,4 @@ vjp(aten.segment_reduce, "data lengths offsets out", constant="lengths indices o
         g.contiguous(), s.out, s.data, s.reduce, lengths=s.lengths, offsets=s.offsets, axis=s.axis,
         initial=s.initial))  # fmt: skip
 
-nondifferentiable(aten.repeat_interleave.Tensor, aten.unique_dim, aten.unique_consecutive)
+nondifferentiable(aten.repeat_interleave.Tensor)

@@ -210,7 +210,7 @@ def _strided(
 
 for op in (
     aten.alias.default, aten.clone.default, aten._lazy_clone.default, aten.contiguous.default,
-    aten.lift.default, aten.lift_fresh.default, aten._pin_memory.default,
+    aten.lift.default, aten.lift_fresh.default, aten._pin_memory.default, aten._coalesce.default,
 ):  # fmt: skip
     view(op, self=lambda g, s: g)
 for op in (
@@ -237,12 +237,15 @@ def _to_dense_backward(g: Tensor, x: Tensor, masked: bool | None) -> Tensor:
     """The gradient in the layout of `x`; if `masked` (the default), only where `x` has elements."""
     if x.layout is torch.strided:
         return g
-    if masked is False:
-        return g.to_sparse(x.sparse_dim()) if x.layout is torch.sparse_coo else g.to_sparse(
-            layout=x.layout)
     if x.layout is torch.sparse_coo:
-        return g.sparse_mask(x.coalesce())
-    return g.sparse_mask(x.to_sparse(x.sparse_dim())).to_sparse(layout=x.layout)
+        return g.to_sparse(x.sparse_dim()) if masked is False else g.sparse_mask(x.coalesce())
+    block: Sequence[int] | None = None
+    if x.layout in (torch.sparse_bsr, torch.sparse_bsc):
+        batch = (x.crow_indices() if x.layout is torch.sparse_bsr else x.ccol_indices()).dim() - 1
+        block = x.values().shape[batch + 1 : batch + 3]
+    if masked is not False:
+        g = g.sparse_mask(x.to_sparse(x.sparse_dim()))
+    return g.to_sparse(layout=x.layout, blocksize=block)
 
 
 # -- any elements of the memory (aten.as_strided)

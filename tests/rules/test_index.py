@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import stowgrad as sg
 from tests.opinfo_cases import assert_by_rule
 from tests.rules.agree import agree, batched, matrix, saved_by
 
@@ -110,6 +111,14 @@ def test_reducing_at_an_index_with_ties_and_zeros(reduce, include_self):
 def test_reducing_segments(reduce):
     lengths = torch.tensor([1, 3, 0, 2])
     agree(lambda x: torch.segment_reduce(x[0], reduce, lengths=lengths, initial=1.0), matrix())
+
+
+def test_what_has_no_derivative_says_so_in_backward():
+    with sg.record():
+        x = matrix().requires_grad_()
+        for y in (x.unique_consecutive(), x.unique(dim=0), x.unique()):
+            with pytest.raises(sg.NotDifferentiableError, match="has no derivative"):
+                y.sum().backward()
 
 
 def test_what_is_saved_is_the_index():
