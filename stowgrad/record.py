@@ -987,6 +987,9 @@ def run_backward(
 
 def edge_of_public(gradient_edge: Any) -> Edge:
     """Our Edge for a public `GradientEdge(node, output_nr)`."""
+    if not isinstance(gradient_edge, tuple) or not isinstance(gradient_edge[0], Node):
+        kind = type(gradient_edge).__name__
+        raise TypeError(f"all inputs have to be Tensors or GradientEdges, but got {kind}")
     node, index = gradient_edge[0], gradient_edge[1]
     facts = node._input_metadata[index]
     return Edge(node, index, facts.shape, facts.dtype)

@@ -149,6 +149,14 @@ def _native_gradients(
     ]
     if not pairs:
         return [None] * len(inputs)
+    for o, _ in pairs:
+        fn = _private.native_grad_fn(o)
+        if fn is not None and fn.name().endswith("WarnNotImplemented"):  # PyTorch goes on without
+            raise NotDifferentiableError(
+                f"{op}{where} has no derivative: nothing is registered for it with PyTorch's "
+                "autograd. Register one (torch.library.register_autograd), or detach() what goes "
+                "into it."
+            )
     given = [g for _, g in pairs]
     with native_autograd(None):
         seeds = [g.detach().requires_grad_(create_graph and _tracked(g)) for g in given]
