@@ -38,6 +38,13 @@ native_hooks: Callable[[Tensor], Any] = _native["_backward_hooks"].__get__
 replay_view: Callable[[Tensor, Tensor], Tensor] = _native["_view_func"]
 _use_count: Callable[[Tensor], int] = _native["_use_count"]
 
+# Why: called on a tensor of a subclass, or in a function mode, the above and every op go to a
+# `__torch_function__` first. Within this guard none does; the public one leaves the modes on.
+overridden: Callable[[Any], bool] = torch._C._has_torch_function_unary
+NoFunctionOverrides = torch._C.DisableTorchFunction
+function_overrides: Callable[[], Any] = torch._C._get_torch_function_state
+set_function_overrides: Callable[[Any], None] = torch._C._set_torch_function_state
+
 grad_enabled = torch.is_grad_enabled
 inference_enabled = torch.is_inference_mode_enabled  # with it, grad mode may be on and counts not
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # the public one is a class

@@ -350,16 +350,22 @@ def attach(tensor: Tensor, edge: Edge) -> None:
     as soon as its base does, but without the flag of its own no backward reaches it.)
     """
     tensor._stowgrad = edge  # type: ignore[attr-defined]
-    _private.set_native_requires_grad(tensor, True)
-    _private.set_native_hooks(tensor, _outside)
+    if _private.overridden(tensor):
+        with _private.NoFunctionOverrides():
+            _private.set_native_requires_grad(tensor, True)
+            _private.set_native_hooks(tensor, _outside)
+    else:
+        _private.set_native_requires_grad(tensor, True)
+        _private.set_native_hooks(tensor, _outside)
 
 
 def detach_(tensor: Tensor) -> None:
     """The reverse of `attach`: an untracked tensor that needs no gradient."""
-    if hasattr(tensor, "_stowgrad"):
-        del tensor._stowgrad
-        _private.set_native_hooks(tensor, None)
-    _private.set_native_requires_grad(tensor, False)
+    with _private.NoFunctionOverrides():
+        if hasattr(tensor, "_stowgrad"):
+            del tensor._stowgrad
+            _private.set_native_hooks(tensor, None)
+        _private.set_native_requires_grad(tensor, False)
 
 
 def state(tensor: Tensor) -> Edge | None:

@@ -809,6 +809,7 @@ class _Thread(threading.local):
         self.recorder: Recorder | None = None
         self.depth = 0
         self.guard: Any = None
+        self.overrides: Any = None  # in a backward: the state of __torch_function__ around it
 
 
 _thread = _Thread()
@@ -828,6 +829,16 @@ def current_recorder() -> Recorder:
 
 def _call_user(fn: Callable[..., Any], *args: Any) -> Any:
     """Call user code from inside an op or a backward, with recording on as around it."""
+    overrides = _thread.overrides
+    if overrides is not None:
+        inner = _private.function_overrides()
+        _thread.overrides = None
+        _private.set_function_overrides(overrides)
+        try:
+            return _call_user(fn, *args)
+        finally:
+            _private.set_function_overrides(inner)
+            _thread.overrides = overrides
     recorder = _thread.recorder
     if recorder is None or (_private.mode_count() and recorder in _private.mode_stack()):
         return fn(*args)
@@ -966,7 +977,7 @@ def run_backward(
                 edge.node.ensure_hooks().retained[edge.index] = weakref.ref(tensor)
             targets.append(edge)
     del output, grad
-    with backward_scope(create_graph):
+    with backward_scope(create_graph), below_overrides():
         captured = engine.run(
             roots,
             keep_graph=keep_graph,
@@ -993,6 +1004,19 @@ def edge_of_public(gradient_edge: Any) -> Edge:
     node, index = gradient_edge[0], gradient_edge[1]
     facts = node._input_metadata[index]
     return Edge(node, index, facts.shape, facts.dtype)
+
+
+@contextmanager
+def below_overrides() -> Iterator[None]:
+    """Within: ops go past `__torch_function__`, as those of PyTorch's own backward do; user code
+    that is called in there (`_call_user`) has it as it was."""
+    outer = _thread.overrides
+    _thread.overrides = _private.function_overrides()
+    try:
+        with _private.NoFunctionOverrides():
+            yield
+    finally:
+        _thread.overrides = outer
 
 
 @contextmanager

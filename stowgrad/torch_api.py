@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import _private, autocast, engine, function, graph, saved
 from .errors import NotDifferentiableError, OutsideRecordError, describe
-from .graph import AccumulateNode, Node
+from .graph import AccumulateNode, Edge, Node, attach
 from .record import (
     current_recorder,
     gradient_edge,
@@ -84,6 +84,7 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (Tensor, "register_hook", _method(_register_hook)),
         (Tensor, "detach_", _here(_detach_)),
         (torch, "detach_", _here(_detach_)),
+        (Tensor, "as_subclass", _make_as_subclass),
         (Tensor, "__reduce_ex__", _make_reduce),
         (torch.autograd.graph, "_get_grad_fn_or_grad_acc", _here(_node_of)),
         (torch.autograd.Variable, "_execution_engine", _Engine),
@@ -114,6 +115,7 @@ def _bindings() -> list[tuple[Any, str, Make]]:
             _here(lambda: saved.hooks.disabled),
         ),
     ]
+    bindings += [(torch, name, _make_sparse_factory) for name in _SPARSE_FACTORIES]
     if hasattr(checkpoint, "_make_saved_tensor"):  # older releases use a Function for it
         bindings += [
             (checkpoint, "_make_saved_tensor", _here(_make_saved_tensor)),
@@ -256,6 +258,40 @@ def _detach_(self: Tensor) -> Tensor:
         )
     graph.detach_(self)
     return self
+
+
+def _make_as_subclass(original: Any) -> Any:
+    def as_subclass(self: Tensor, cls: Any) -> Tensor:
+        """See torch.Tensor.as_subclass. It makes a view by an op that it shows to no mode."""
+        if not recording():
+            return original(self, cls)
+        with _private.view_tracking(), _private.NoFunctionOverrides():
+            out: Tensor = original(self, cls)
+        seen = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if seen and _private.native_requires_grad(self):
+            edge = gradient_edge(torch.ops.aten.alias(self))
+            version = out._version if out._is_view() else None
+            attach(out, Edge(edge.node, edge.index, out.shape, out.dtype, version))
+        return out
+
+    return as_subclass
+
+
+# Their bindings set `requires_grad` once the op has run and been recorded.
+_SPARSE_FACTORIES = (
+    "sparse_coo_tensor", "sparse_compressed_tensor", "sparse_csr_tensor", "sparse_csc_tensor",
+    "sparse_bsr_tensor", "sparse_bsc_tensor",
+)  # fmt: skip
+
+
+def _make_sparse_factory(original: Any) -> Any:
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if recording() and graph.state(made) is not None:
+            _private.set_native_requires_grad(made, True)
+        return made
+
+    return make
 
 
 def _make_reduce(original: Any) -> Any:

@@ -752,6 +752,70 @@ def test_function_modes_and_default_devices():
     same(run)
 
 
+class Named(Tensor):
+    """A subclass of the plainest kind; what is computed from it is of it too."""
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 2 * g * x
+
+
+def test_gradients_pass_through_as_subclass():
+    def run():
+        x, w = leaf(3, 4).detach().as_subclass(Named), leaf(2, 4)
+        y = Square.apply(torch.nn.functional.linear(x, w).tanh())
+        y.sum().backward()
+        y = (w * 2).as_subclass(Named)
+        y.mul_(3)  # a view of what it was made from, as under PyTorch
+        (y * w.as_subclass(Named)).as_subclass(Tensor).sum().backward()
+        base = torch.zeros(2, 4, dtype=torch.float64)
+        base.as_subclass(Named).add_(w)
+        base.square().sum().backward()
+        return w.grad, type(w.grad).__name__, type(y).__name__, y.requires_grad, base.requires_grad
+
+    same(run)
+
+
+def test_a_backward_goes_past_the_overrides_of_subclasses_and_modes():
+    seen = []
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", str(func)))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def run():
+        w = leaf(2, 4)
+        loss = torch.nn.functional.linear(leaf(3, 4).detach().as_subclass(Watched), w)
+        loss = Square.apply(loss).as_subclass(Tensor).sum()
+        seen.clear()
+        with torch.device("cpu"):
+            loss.backward()
+        ops = [name for name in seen if name != "__get__"]  # those of Square.backward
+        return ops, w.grad, type(w.grad).__name__
+
+    same(run)
+
+
+def test_custom_functions_within_function_modes():
+    def run():
+        x = leaf()
+        with torch.device("cpu"):
+            Square.apply(x).sum().backward()
+        return x.grad
+
+    same(run)
+
+
 # -- ops that give a tensor other memory
 
 

@@ -9,8 +9,9 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.opinfo_cases import assert_by_rule
+from tests.parity import same
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR")
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
 
 def dense(*shape):
@@ -68,6 +69,30 @@ def test_gradients_equal_pytorchs_in_value_and_layout(case, dtype):
         got = gradients(*PRODUCTS[case], dtype)
     assert [g.layout for g in got] == [g.layout for g in expected]
     assert_close([plain(g) for g in got], [plain(g) for g in expected])
+
+
+MADE = {
+    "coo": lambda v: torch.sparse_coo_tensor([[0, 1, 2], [2, 0, 1]], v, (3, 3)),
+    "coo of inferred size": lambda v: torch.sparse_coo_tensor([[0, 1, 2], [2, 0, 1]], v),
+    "csr": lambda v: torch.sparse_csr_tensor([0, 1, 2, 3], [2, 0, 1], v, (3, 3)),
+    "csc": lambda v: torch.sparse_csc_tensor([0, 1, 2, 3], [2, 0, 1], v, (3, 3)),
+    "bsr": lambda v: torch.sparse_bsr_tensor([0, 1], [0], v[None, :, None], (3, 1)),
+    "bsc": lambda v: torch.sparse_bsc_tensor([0, 1], [0], v[None, :, None], (3, 1)),
+    "compressed": lambda v: torch.sparse_compressed_tensor(
+        [0, 1, 2, 3], [2, 0, 1], v, (3, 3), layout=torch.sparse_csr
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MADE)
+def test_the_values_of_a_sparse_tensor_get_their_gradient(case):
+    def run():
+        x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+        made, of_leaf = MADE[case](x * 2), MADE[case](x)
+        (made.to_dense() * of_leaf.to_dense()).sum().backward()
+        return x.grad, made.requires_grad, of_leaf.is_leaf
+
+    same(run)
 
 
 def test_a_sparse_product_that_needs_no_gradient_is_whole_too():
