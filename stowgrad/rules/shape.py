@@ -200,10 +200,10 @@ def _strided(
 ) -> Tensor:
     """as_strided of a gradient of something that began at `base`, or `source` put there."""
     g = g.contiguous()
-    offset = g.storage_offset() + (0 if offset is None else offset - base)
+    place = int(g.storage_offset()) + (0 if offset is None else offset - base)
     if source is None:
-        return g.as_strided(size, stride, offset)
-    return torch.as_strided_scatter(g, source, size, stride, offset)
+        return g.as_strided(size, stride, place)
+    return torch.as_strided_scatter(g, source, size, stride, place)
 
 
 # -- the same elements in another place, dtype or layout (the engine casts a gradient back)
@@ -239,7 +239,7 @@ def _to_dense_backward(g: Tensor, x: Tensor, masked: bool | None) -> Tensor:
         return g
     if x.layout is torch.sparse_coo:
         return g.to_sparse(x.sparse_dim()) if masked is False else g.sparse_mask(x.coalesce())
-    block: Sequence[int] | None = None
+    block: torch.Size | None = None
     if x.layout in (torch.sparse_bsr, torch.sparse_bsc):
         batch = (x.crow_indices() if x.layout is torch.sparse_bsr else x.ccol_indices()).dim() - 1
         block = x.values().shape[batch + 1 : batch + 3]
