@@ -393,6 +393,7 @@ def rms_norm_backward(
     dims = list(range(-len(shape), 0))
     rstd = conj(root_mean_square(x, rstd, dims))
     z = conj(x) * rstd
+    g = g.to(z.dtype)  # as `z`, in the precision that `rstd` was computed in
     d_x = None
     if needs[0]:
         h = g if weight is None else g * conj(weight)

@@ -251,3 +251,13 @@ def test_wrong_shapes_raise_as_pytorchs_do():
     both_raise(lambda: F.layer_norm(x, (3,)), "normalized_shape")
     both_raise(lambda: F.group_norm(x, 2), "divisible")
     both_raise(lambda: F.group_norm(x, 5, torch.ones(3)), "weight")
+
+
+def test_rms_norm_in_low_precision_rounds_as_pytorch_does():
+    def run():
+        x = torch.randn(6, 16, dtype=torch.bfloat16, requires_grad=True)
+        w = torch.randn(16, dtype=torch.bfloat16, requires_grad=True)
+        F.rms_norm(x, (16,), w).backward(torch.randn(6, 16, dtype=torch.bfloat16))
+        return x.grad, w.grad
+
+    same(run)
