@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import fnmatch
 import json
+import statistics
 import sys
 import time
 from collections import Counter
@@ -168,6 +169,8 @@ def _run(
     report.wall_seconds = time.perf_counter() - start
     report.exit_code = runner.exit_code(failure)
     report.backward_calls, report.backward_seconds = clock.calls, clock.seconds
+    if clock.intervals:
+        report.step_seconds = statistics.median(clock.intervals)
     if meter is not None:
         report.peak_bytes, report.peak_bytes_by_device = meter.peak, meter.peaks
         report.saved_bytes = None if native else meter.saved_at_peak

@@ -142,6 +142,7 @@ def test_every_stow_trains_to_the_same_bits_and_reports(command):
         report = json.loads((command.folder / "report.json").read_text())
         assert report["backward_calls"] == 3
         assert 0 < report["backward_seconds"] < report["wall_seconds"]
+        assert 0 < report["step_seconds"] < report["wall_seconds"]
         assert 0 <= report["saved_bytes"] < report["peak_bytes"]
         assert sum(report["ops_by_rule"].values()) > 50
         assert isinstance(report["ops_by_fallback"], dict)

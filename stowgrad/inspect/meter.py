@@ -270,11 +270,14 @@ class BackwardClock:
 
     Stands where PyTorch's engine object stands, so it times its engine and ours in the same way.
     A backward inside a backward is part of the outer one. Enter it inside `record()`, if at all.
+    `intervals`: seconds from the start of each call to that of the next, the last 10,000 of them.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.seconds = 0.0
+        self.intervals: deque[float] = deque(maxlen=10_000)
+        self._started: float | None = None
         self._depth = threading.local()
 
     def __enter__(self) -> BackwardClock:
@@ -291,6 +294,9 @@ class BackwardClock:
         self._depth.inside = True
         self.calls += 1
         start = time.perf_counter()
+        if self._started is not None:
+            self.intervals.append(start - self._started)
+        self._started = start
         try:
             return self._engine.run_backward(*args, **kwargs)
         finally:

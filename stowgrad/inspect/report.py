@@ -14,6 +14,7 @@ from typing import Any
 class Report:
     """Figures of one run. Bytes are bytes, times are seconds.
 
+    `step_seconds`: median time from the start of one backward to that of the next.
     `peak_bytes`: most that tensors held at once, whatever the device; `peak_bytes_by_device`: the
     same for each kind of device; `saved_bytes`: what saved tensors held of `peak_bytes`,
     parameters not counted; `stowed_bytes`: most that was at once in the place of `stow`. None:
@@ -26,6 +27,7 @@ class Report:
     exit_code: int = 0
     backward_calls: int = 0
     backward_seconds: float = 0.0
+    step_seconds: float | None = None
     wall_seconds: float = 0.0
     peak_bytes: int | None = None
     peak_bytes_by_device: dict[str, int] = field(default_factory=dict)
@@ -70,8 +72,11 @@ class Report:
 
     def _rows(self) -> list[tuple[str, str]]:
         wall, backward = _seconds(self.wall_seconds), _seconds(self.backward_seconds)
+        steps = f"{self.backward_calls} calls of backward"
+        if self.step_seconds is not None:
+            steps += f", {1e3 * self.step_seconds:.1f} ms from one to the next"
         rows = [
-            ("steps seen", f"{self.backward_calls} calls of backward"),
+            ("steps seen", steps),
             ("time", f"{wall}, of it {backward} in backward"),
         ]
         if self.peak_bytes is not None:

@@ -220,5 +220,6 @@ def test_the_clock_counts_backward_calls(record):
         with BackwardClock() as clock:
             work()
     assert clock.calls == 3
+    assert len(clock.intervals) == 2 and 0 < sum(clock.intervals) < 60
     assert 0 < clock.seconds < 60
     assert torch.autograd.Variable._execution_engine is engine
