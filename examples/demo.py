@@ -34,7 +34,7 @@ MODELS = {
         "train_gpt.py",
         "--layers 4 --width 128 --heads 4 --context 128 --batch 8 --megabytes 0.5 --sample 0",
     ),
-    "ResNet": ("train_convnet.py", "--batch 64 --size 16 --lr 0.05 --test 0"),
+    "ResNet": ("train_convnet.py", "--batch 64 --size 16 --test 0"),
 }
 
 
