@@ -98,3 +98,24 @@ def test_flash_attention_saves_no_matrix_of_scores():
     with sg.record(), sg.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert sum(t.numel() for t in kept) == 4 * q.numel() + q.numel() // 8  # q, k, v, out, logsumexp
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda q, k, v, a: a._scaled_dot_product_flash_attention(q, k, v, 0.0, True),
+        lambda q, k, v, a: a._scaled_dot_product_efficient_attention(q, k, v, None, True),
+        lambda q, k, v, a: a._scaled_dot_product_cudnn_attention(q, k, v, None, True),
+    ],
+)
+def test_kernels_of_other_devices_get_the_right_arguments(op):
+    """Shapes alone, on the meta device; once and twice."""
+    make = lambda: torch.randn(
+        2, 4, 8, 16, device="meta", dtype=torch.bfloat16, requires_grad=True
+    )
+    leaves = [make(), make(), make()]
+    with sg.record():
+        out = op(*leaves, torch.ops.aten)[0]
+        first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+    assert [g.shape for g in (*first, *second)] == [leaf.shape for leaf in leaves * 2]
