@@ -324,6 +324,26 @@ def unshared_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and _storage_count(tensor) <= _ALONE_STORAGE
 
 
+def fresh(tensor: Tensor, names: int) -> bool:
+    """Whether `tensor` is new: nobody but `names` Python references can see it or its memory."""
+    if not has_plain_storage(tensor):
+        return True
+    return (
+        sys.getrefcount(tensor) <= names + 2
+        and _use_count(tensor) <= _ALONE_TENSOR
+        and _storage_count(tensor) <= _ALONE_STORAGE
+        and tensor.untyped_storage().resizable()
+    )
+
+
+def foreign_addresses(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory of `tensor`'s storage lies if it is not PyTorch's own; else (0, 0)."""
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        return 0, 0
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
 # Renamed between releases.
 _gapless: Callable[[Tensor], Any] = next(
     fn

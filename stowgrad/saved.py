@@ -201,8 +201,8 @@ class SavedTensor:
     """
 
     __slots__ = (
-        "__weakref__", "_aliased", "_data", "_edge", "_explicit", "_info", "_output", "_packed",
-        "_pair", "_probe", "_storage", "_tick", "_version", "name", "op", "where",
+        "__weakref__", "_aliased", "_data", "_edge", "_explicit", "_handed", "_info", "_output",
+        "_packed", "_pair", "_probe", "_storage", "_tick", "_version", "name", "op", "where",
     )  # fmt: skip
 
     _data: Tensor | None
@@ -212,6 +212,7 @@ class SavedTensor:
     _probe: Tensor | None
     _storage: _private.StorageRef | None
     _aliased: bool
+    _handed: _Handed | None  # what `unpack` returned last, if that outlives its use
 
     def __init__(
         self,
@@ -290,6 +291,8 @@ class SavedTensor:
         changed = version != self._version
         if changed and self._aliased:
             raise self._changed(version)
+        handed = self._handed
+        written = handed.probe._version if handed is not None else 0
         with torch.no_grad():
             result = call_user(pair.unpack, self._packed)
         info = self._info
@@ -305,6 +308,14 @@ class SavedTensor:
             )
         if changed and self._storage is not None and self._storage.holds(result):
             raise self._changed(version)  # an alias that the search after `pack` did not find
+        if handed is not None and handed.version != written == handed.probe._version:
+            if handed.holds(result):
+                raise SavedTensorChanged(
+                    f"what the unpack hook of {self} returned was changed in place by whoever used "
+                    "it, and the hook has returned the same memory again. Return a copy from it, "
+                    "or change a copy in the backward that uses it."
+                )
+        self._handed = None if self._aliased or _private.fresh(result, 1) else _Handed(result)
         return result
 
     # -- hooks on this one tensor
@@ -342,7 +353,7 @@ class SavedTensor:
             self._version = data._version
             self._packed = self._info = None
             self._pair = None
-            self._probe = self._storage = None
+            self._probe = self._storage = self._handed = None
             if watchers:
                 _tell(self, self._data)
 
@@ -359,6 +370,7 @@ class SavedTensor:
             )
         self._info, self._packed, self._pair = info, packed, pair
         self._version = version
+        self._handed = None
         self._aliased = aliased = _keeps_alias(packed, tensor)
         if _private.has_plain_storage(tensor):
             self._probe = _private.version_probe(tensor)
@@ -419,7 +431,7 @@ class SavedTensor:
         if self._pair is not None:
             self._packed = self._info = None
             self._pair = None
-            self._probe = self._storage = None
+            self._probe = self._storage = self._handed = None
         if watchers:
             _tell(self, None)
 
@@ -487,6 +499,26 @@ def _changed_by(key: int | None, tick: int, saved_at: int) -> str:
             where = locate(place)
             return f" by {op}{' at ' + where if where else ''}"
     return ""
+
+
+class _Handed:
+    """A value that an unpack hook returned and still holds, and its version then.
+
+    Keeps nothing of it alive. Where the memory is not PyTorch's (a NumPy array's), it is known by
+    its address: an array that was freed may be taken for its successor.
+    """
+
+    __slots__ = ("addresses", "probe", "storage", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.probe = _private.version_probe(tensor)
+        self.version = self.probe._version
+        self.storage = _private.StorageRef(tensor)
+        self.addresses = _private.foreign_addresses(tensor)
+
+    def holds(self, tensor: Tensor) -> bool:
+        start, end = self.addresses
+        return self.storage.holds(tensor) or start <= tensor.data_ptr() < end
 
 
 def _brief(info: SavedInfo) -> str:
