@@ -518,7 +518,7 @@ class _Handed:
 
     def holds(self, tensor: Tensor) -> bool:
         start, end = self.addresses
-        return self.storage.holds(tensor) or start <= tensor.data_ptr() < end
+        return self.storage.holds(tensor) or (end > 0 and start <= tensor.data_ptr() < end)
 
 
 def _brief(info: SavedInfo) -> str:
