@@ -32,7 +32,7 @@ from .errors import GradientError, InPlaceError, NotDifferentiableError, describ
 from .graph import AccumulateNode, Edge, Location, Node, _outside, attach, leaf_edge, seam
 from .ops import SPECIAL, Entry, Kind, _entries, entry_of
 from .rules.table import _FACTS, Plan, Rule, RuleNode
-from .saved import SavedTensor, note_change
+from .saved import SavedTensor, changes, hooks, note_change, watchers
 
 _tracked = _private.native_requires_grad
 _set_tracked = _private.set_native_requires_grad
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         plan = rule._plans.get(mask)
         if plan is None:
             plan = rule.plan(mask)
-        node = rule.node_class(rule, mask, edges, plan, 1)
+        node = rule.node_class(plan, edges)
 
         frame = sys._getframe(2)
         while frame is not None:
@@ -175,13 +175,18 @@ class Recorder(TorchDispatchMode):
             note_traceback(node)
 
         saved: list[Any] = []
-        for name, position, index in plan.fast_inputs:
-            value = args[position] if position < given else None
-            if isinstance(value, Tensor):
-                edge = edges[index] if index >= 0 else None
-                saved.append(SavedTensor(value, name, rule.name, node.where, None, edge))
-            else:
-                saved.append(value)
+        if plan.fast_inputs:
+            plain = not watchers and not hooks.pairs
+            for name, position, index in plan.fast_inputs:
+                value = args[position] if position < given else None
+                if not isinstance(value, Tensor):
+                    saved.append(value)
+                elif plain and not value.is_inference():
+                    # a SavedTensor once it is asked for
+                    saved.append((value, value._version, changes.tick))
+                else:
+                    edge = edges[index] if index >= 0 else None
+                    saved.append(SavedTensor(value, name, rule.name, node.where, None, edge))
         if plan.fast_values:
             node.values = _values(rule, plan, args, {})
         version = None
@@ -310,7 +315,7 @@ class Recorder(TorchDispatchMode):
             return self.run(entry, func, args, kwargs)
 
         plan = rule.plan(mask)
-        node = rule.node_class(rule, mask, edges, plan, 1)
+        node = rule.node_class(plan, edges)
         node.edge_counts = counts
         node.where = where = user_location()
         if anomaly_enabled():
@@ -504,16 +509,38 @@ def gradient_edge(tensor: Tensor) -> Edge:
         return _replay_view(tensor)
     if tensor._is_view():
         base = tensor._base
-        if base is not None and getattr(base, "_stowgrad", None) is not None:
-            if getattr(tensor, "_stowgrad_born", None) == tensor._version:
-                return leaf_edge(tensor)
-            return _replay_view(tensor)
+        if base is not None and _tracked(base):
+            born = getattr(tensor, "_stowgrad_born", None)
+            if graph.state(base) is not None and born != tensor._version:
+                return _replay_view(tensor)
+            if not _has_own_flag(tensor):
+                return Edge(EndNode(()), 0, tensor.shape, tensor.dtype)
     return leaf_edge(tensor)
 
 
+class EndNode(Node):
+    """Where gradients go that belong to nothing."""
+
+    __slots__ = ()
+
+    def apply(
+        self, grads: list[Tensor | None], needs: Sequence[bool] | None
+    ) -> Sequence[Tensor | None]:
+        return ()
+
+
+def _has_own_flag(view: Tensor) -> bool:
+    """Whether a view that reads as tracked is so by itself, rather than as a view of a base that
+    is: one made without grad, or before the base was tracked, is a constant. PyTorch's autograd
+    tells by the edge it would record."""
+    with suspended(), torch.enable_grad():
+        node = _private.native_grad_fn(view.view_as(view))
+    return node.next_functions[0][0] is not None
+
+
 def _note_birth(out: Any) -> None:
-    """A view of a tracked tensor, made without grad, counts as a leaf while its base stays as it
-    is now; afterwards it may not be used with grad (PyTorch's rule)."""
+    """A view of a tracked tensor, made without grad, counts as a constant while its base stays as
+    it is now; afterwards it may not be used with grad (PyTorch's rule)."""
     for view in out if isinstance(out, (list, tuple)) else (out,):
         if isinstance(view, Tensor) and _tracked(view) and graph.state(view) is None:
             base = view._base
@@ -529,9 +556,12 @@ def producer(tensor: Tensor) -> Edge | None:
     if edge is not None and (edge.version is None or edge.version == tensor._version):
         return edge
     base = tensor._base  # None for what is no view, and for a lazy module's parameter
-    if base is None or graph.state(base) is None:
+    if base is None or (edge is None and not _tracked(base)):
         return None
-    return gradient_edge(tensor)
+    found = gradient_edge(tensor)
+    if edge is None and isinstance(found.node, (AccumulateNode, EndNode)):
+        return None
+    return found
 
 
 def _replay_view(view: Tensor) -> Edge:
@@ -763,7 +793,7 @@ class CopySlices(Node):
         part = results.pop(index)
         whole: Tensor | None = None
         if needs[0]:
-            whole = g.clone(memory_format=torch.preserve_format)
+            whole = g.new_empty_strided(shape, stride).copy_(g)  # a clone would close gaps
             if part is None:
                 self._view(whole).zero_()
             else:
@@ -952,6 +982,8 @@ def run_backward(
     for output, grad in zip(outputs, grads, strict=True):
         if isinstance(output, Tensor):
             edge = gradient_edge(output) if output.requires_grad else None
+            if edge is not None and isinstance(edge.node, EndNode) and graph.state(output) is None:
+                edge = None
             if grad is None and edge is not None:
                 raise GradientError("a root without a gradient")
             engine.check_root(edge, grad, output)  # type: ignore[arg-type]

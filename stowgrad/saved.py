@@ -229,7 +229,7 @@ class SavedTensor:
         self._output = output
         self._edge = edge
         self._pair: HookPair | None = None
-        self._tick = _changes.tick
+        self._tick = changes.tick
         try:
             self._version: int = tensor._version
         except RuntimeError as error:  # an inference tensor has no version counter
@@ -247,6 +247,25 @@ class SavedTensor:
             self._data = tensor
             if watchers:
                 _tell(self, tensor)
+
+    @classmethod
+    def of(
+        cls,
+        tensor: Tensor,
+        version: int,
+        tick: int,
+        name: str,
+        op: str,
+        where: Location | None,
+        edge: Edge | None,
+    ) -> SavedTensor:
+        """The object for an input that was saved, without hooks, when its version was `version` and
+        the log of in-place changes was at `tick`."""
+        self = cls.__new__(cls)
+        self.name, self.op, self.where = name, op, where
+        self._output, self._edge, self._pair = None, edge, None
+        self._data, self._version, self._tick = tensor, version, tick
+        return self
 
     # -- reading
 
@@ -478,7 +497,7 @@ class _Changes:
         self.last: deque[tuple[int, list[tuple[int, int]], str, Location | None]] = deque(maxlen=256)
 
 
-_changes = _Changes()
+changes = _Changes()
 
 
 def note_change(tensors: Iterable[Tensor], op: str, where: Location | None) -> None:
@@ -488,13 +507,13 @@ def note_change(tensors: Iterable[Tensor], op: str, where: Location | None) -> N
         for t in tensors
         if _private.has_plain_storage(t) and not t.is_inference()
     ]
-    _changes.last.append((_changes.tick, marks, op, where))
-    _changes.tick += 1
+    changes.last.append((changes.tick, marks, op, where))
+    changes.tick += 1
 
 
 def _changed_by(key: int | None, tick: int, saved_at: int) -> str:
     """` by aten.add_ at train.py:88`: the first change since `tick`, if known."""
-    for then, marks, op, place in tuple(_changes.last):
+    for then, marks, op, place in tuple(changes.last):
         if then >= tick and any(k == key and version > saved_at for k, version in marks):
             where = locate(place)
             return f" by {op}{' at ' + where if where else ''}"

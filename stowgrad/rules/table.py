@@ -141,6 +141,8 @@ class Rule:
         for word in self._saves_text.split():
             what, _, users = word.partition(":")
             name, _, fact = what.partition(".")
+            if name in self.position and name not in tensor_args:
+                continue  # a number in this overload, a tensor in another
             self._saves.append((name, fact or None, frozenset(users.split(",") if users else ())))
         if self.function is not None:
             used = _names_read(self.function)
@@ -178,10 +180,11 @@ class Plan:
 
     __slots__ = (
         "facts", "fast_inputs", "fast_values", "formulas", "index", "inputs", "kept", "outputs",
-        "scalars",
+        "rule", "scalars",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, mask: int) -> None:
+        self.rule = rule
         needed = [n for bit, n in enumerate(rule.wrt) if mask >> bit & 1]
         read: set[str] | None = set()
         for name in needed:
@@ -270,16 +273,7 @@ class Frame:
         self._node = node
 
     def __getattr__(self, name: str) -> Any:
-        node = self._node
-        index = node.plan.index.get(name)
-        if index is not None and node.saved is not None:
-            entry = node.saved[index]
-            if type(entry) is SavedTensor:
-                value = entry.unpack(node, grad_enabled())
-            else:
-                value = node.read(name)
-        else:
-            value = node.read(name)
+        value = self._node.read(name)
         self.__dict__[name] = value
         return value
 
@@ -287,26 +281,21 @@ class Frame:
 class RuleNode(Node):
     """A node whose derivative is a row of the table."""
 
-    __slots__ = ("edge_counts", "mask", "metas", "plan", "rule", "saved", "values")
+    __slots__ = ("edge_counts", "metas", "plan", "rule", "saved", "values")
 
-    def __init__(
-        self,
-        rule: Rule,
-        mask: int,
-        edges: Sequence[Edge | None],
-        plan: Plan,
-        outputs: int,
-    ) -> None:
+    def __init__(self, plan: Plan, edges: Sequence[Edge | None]) -> None:
         # Node.__init__, written out: one of these is made for every op of a forward pass
         self.edges = edges
-        self.outputs = outputs
+        self.outputs = 1
         self.seq = next_sequence()
         self.hooks = None
         self.where = None
         self._metadata = None
-        self.rule = rule
-        self.mask = mask
+        self.rule = plan.rule
         self.plan = plan
+        # In the order of plan.index: a SavedTensor, or for an input that no hook has touched the
+        # tensor, its version and the tick of changes, of which a SavedTensor is made when somebody asks for it; a list
+        # of these; or a plain value. None once released.
         self.saved: Any = ()
         self.values: dict[str, Any] | None = None
         self.edge_counts: list[int] | None = None  # how many edges each list argument has
@@ -314,13 +303,8 @@ class RuleNode(Node):
 
     def read(self, name: str) -> Any:
         """The value of `name` for a formula: a saved tensor, a fact, or a plain argument."""
-        index = self.plan.index.get(name)
-        if index is not None:
-            saved = self.saved
-            if saved is None:
-                raise GraphFreedError(_FREED.format(self.rule.name))
-            entry = saved[index]
-            return self._unpack(entry)
+        if name in self.plan.index:
+            return self._unpack(self._entry(name))
         values = self.values
         if values is not None and name in values:
             return values[name]
@@ -333,16 +317,18 @@ class RuleNode(Node):
 
     def _unpack(self, entry: Any) -> Any:
         if isinstance(entry, SavedTensor):
-            return entry.unpack(self, torch.is_grad_enabled())
-        if isinstance(entry, (list, tuple)):
+            return entry.unpack(self, grad_enabled())
+        if isinstance(entry, list):
             return [self._unpack(e) for e in entry]
         return entry
 
     def apply(
         self, grads: list[Tensor | None], needs: Sequence[bool] | None
     ) -> Sequence[Tensor | None]:
-        rule = self.rule
-        if self.saved is None:
+        plan = self.plan
+        rule = plan.rule
+        saved = self.saved
+        if saved is None:
             raise GraphFreedError(_FREED.format(rule.name))
         g: Any
         if rule.single:
@@ -353,12 +339,13 @@ class RuleNode(Node):
             g = tuple(grads)
         grads.clear()
         frame = Frame(self)
-        graph = grad_enabled()
-        for name, entry in zip(self.plan.index, self.saved):  # noqa: B905 (same length; hot)
+        for name, entry in zip(plan.index, saved):  # noqa: B905 (same length; hot)
             # what is simply there is read at once; the frame unpacks the rest when it is read
-            if type(entry) is SavedTensor and entry._pair is None:
-                setattr(frame, name, entry.unpack(self, graph))
-        formulas = self.plan.formulas
+            if type(entry) is tuple:
+                data, version, _ = entry
+                if data._version == version:
+                    setattr(frame, name, data)
+        formulas = plan.formulas
         if formulas is not None:
             if needs is None:
                 return [None if f is None else f(g, frame) for f in formulas]
@@ -406,9 +393,9 @@ class RuleNode(Node):
         for entry in saved:
             if type(entry) is SavedTensor:
                 entry.release()
-            elif isinstance(entry, (list, tuple)):
+            elif type(entry) is list:
                 for e in entry:
-                    if isinstance(e, SavedTensor):
+                    if type(e) is SavedTensor:
                         e.release()
         self.saved = None
 
@@ -431,13 +418,24 @@ class RuleNode(Node):
         raise AttributeError(f"{self.name()} has no attribute '{name}'")
 
     def _entry(self, key: str) -> Any:
-        if key == "result" and key not in self.plan.index:
+        plan = self.plan
+        if key == "result" and key not in plan.index:
             key = "out"  # PyTorch's word for it
-        if key not in self.plan.index:
-            raise AttributeError(f"{self.name()} saves no '{key}' (saves: {list(self.plan.index)})")
+        index = plan.index.get(key)
+        if index is None:
+            raise AttributeError(f"{self.name()} saves no '{key}' (saves: {list(plan.index)})")
         if self.saved is None:
             raise GraphFreedError(_FREED.format(self.rule.name))
-        return self.saved[self.plan.index[key]]
+        entry = self.saved[index]
+        if type(entry) is tuple:
+            tensor, version, tick = entry
+            position = plan.fast_inputs[index][2]
+            edge = self.edges[position] if position >= 0 else None
+            entry = SavedTensor.of(
+                tensor, version, tick, key, self.rule.name, self.where, edge
+            )
+            self.saved[index] = entry
+        return entry
 
     def __dir__(self) -> list[str]:
         extra = [f"_{raw}saved_{k}" for k in self.plan.index for raw in ("", "raw_")]

@@ -68,7 +68,7 @@ def test_a_row_for_arguments_that_no_overload_has_is_refused() -> None:
 def test_a_formula_that_reads_what_is_not_saved_says_so() -> None:
     rule = Rule(aten.sin.default, "", {"self": lambda g, s: g * s.self}, *[None] * 5, "")
     rule.prepare()
-    node = rule.node_class(rule, 1, [None], rule.plan(1), 1)
+    node = rule.node_class(rule.plan(1), [None])
     with pytest.raises(AttributeError, match=r"reads 'self', which it does not save"):
         node.read("self")
 
