@@ -200,7 +200,7 @@ def _get_requires_grad(self: Tensor) -> bool:
 
 
 def _set_requires_grad(self: Tensor, value: bool) -> None:
-    if recording() and not _is_leaf(self):
+    if recording() and graph.state(self) is not None:
         raise RuntimeError(
             "you can only change requires_grad flags of leaf variables. If you want to use a "
             "computed variable in a subgraph that doesn't require differentiation use "
@@ -211,7 +211,7 @@ def _set_requires_grad(self: Tensor, value: bool) -> None:
 
 def _requires_grad_(self: Tensor, requires_grad: bool = True) -> Tensor:
     """See torch.Tensor.requires_grad_."""
-    if not (requires_grad and recording() and not _is_leaf(self)):  # else it does already
+    if not (requires_grad and recording() and graph.state(self) is not None):  # else it does
         _set_requires_grad(self, requires_grad)
     return self
 

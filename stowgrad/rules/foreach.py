@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..graph import Edge, attach
 from ..ops import SPECIAL
+from ..record import EndNode, check_inplace
 
 aten = torch.ops.aten
 
@@ -88,12 +90,21 @@ def record_each(
     options = {a.name for a in func._schema.arguments if a.kwarg_only}
     count = max(len(given[name]) for name in apart)
     results = []
+    rows = [{n: v[i] if n in apart else v for n, v in given.items()} for i in range(count)]
+    if entry.inplace:  # all is checked before anything is changed
+        for row in rows:
+            if any(isinstance(v, Tensor) and v.requires_grad for v in row.values()):
+                check_inplace(row["self"])
     with recorder.on():
-        for i in range(count):
-            each = {n: v[i] if n in apart else v for n, v in given.items()}
+        for each in rows:
             positional = [v for n, v in each.items() if n not in options]
             results.append(single(*positional, **{n: each[n] for n in options & each.keys()}))
-    return None if entry.inplace else results
+    if entry.inplace:
+        return None
+    for r in results:  # as results of one op they need gradients all together, or none does
+        if not r.requires_grad and (r.is_floating_point() or r.is_complex()):
+            attach(r, Edge(EndNode(()), 0, r.shape, r.dtype))
+    return results
 
 
 for name, single in SINGLE.items():

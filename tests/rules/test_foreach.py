@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import stowgrad as sg
 from stowgrad.ops import Kind, entry_of
 from tests.opinfo_cases import check
+from tests.parity import same
 from tests.rules.agree import agree, gradients, matrix
 
 OPS = [
@@ -134,6 +135,36 @@ def test_a_leaf_in_the_list_cannot_be_changed():
         x = matrix().requires_grad_()
         with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
             torch._foreach_add_([torch.ones(2), x], 1.0)
+
+
+def test_nothing_is_changed_if_one_of_the_list_cannot_be():
+    with sg.record():
+        first, x = torch.ones(2), matrix().requires_grad_()
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            torch._foreach_mul_([first, x], [x[0, 0], x])
+    assert first._version == 0
+
+
+def test_all_results_need_gradients_if_one_does():
+    def step():
+        x, w = matrix(), matrix().requires_grad_()
+        a, b = torch._foreach_sin([x, w])
+        (c,) = torch._foreach_sin([x])
+        found = torch.autograd.grad([a, b], [w], [x, x])
+        return [t.requires_grad for t in (a, b, c)] + [a.grad_fn is None, *found]
+
+    same(step)
+
+
+def test_what_saves_nothing_can_run_backward_twice():
+    def step():
+        x = matrix().requires_grad_()
+        (y,) = torch._foreach_lerp([x], [x], 0.3)
+        y.sum().backward()
+        y.sum().backward()
+        return x.grad
+
+    same(step)
 
 
 def test_without_grad_the_fused_kernel_runs():
