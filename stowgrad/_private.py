@@ -110,6 +110,18 @@ def mode_stack() -> list[Any]:
     return _python_dispatch._get_current_dispatch_mode_stack()
 
 
+def set_mode_stack(wanted: list[Any]) -> None:
+    """Make `wanted` the stack of modes, by as few steps as it takes."""
+    now = mode_stack()
+    common = 0
+    while common < min(len(now), len(wanted)) and now[common] is wanted[common]:
+        common += 1
+    for _ in now[common:]:
+        pop_mode()
+    for mode in wanted[common:]:
+        push_mode(mode)
+
+
 def modes_beneath() -> bool:
     """Whether modes lie under the one that is running and want to see the parts of composite ops.
 

@@ -41,6 +41,7 @@ class Task:
     id: int
     create_graph: bool
     keep_graph: bool
+    grad_mode: bool  # around it
     node: Node | None = None
     needed: set[Node] | None = None  # None: all nodes
     captured: set[Node] = field(default_factory=set)  # gradients are captured there
@@ -69,6 +70,18 @@ def whole() -> bool:
     return all(task.needed is None for task in _tasks.stack)
 
 
+def running() -> int:
+    """How many backwards are running in this thread, one within the other."""
+    return len(_tasks.stack)
+
+
+def abandon(keep: int) -> None:
+    """Forget all but the `keep` outermost backwards: an interrupt struck while they cleaned up."""
+    if len(_tasks.stack) > keep:
+        _private.set_grad_enabled(_tasks.stack[keep].grad_mode)
+        del _tasks.stack[keep:]
+
+
 def run(
     roots: Sequence[tuple[Edge, Tensor]],
     *,
@@ -83,7 +96,7 @@ def run(
     `accumulate`: leaves among `inputs` (or all leaves, without `inputs`) add to their `.grad`.
     Raises what a hook or a rule raises; callbacks and state are cleaned up in every case.
     """
-    task = Task(next(_task_ids), create_graph, keep_graph)
+    task = Task(next(_task_ids), create_graph, keep_graph, torch.is_grad_enabled())
     dependencies = task.reachable = _count_edges(edge.node for edge, _ in roots)
     captures: dict[Node, list[tuple[int, int]]] | None = None
     if inputs is not None:
@@ -95,18 +108,18 @@ def run(
         task.needed = _leading_to({e.node for e in inputs}, (e.node for e, _ in roots), accumulate)
     captured: Grads = [None] * (len(inputs) if inputs is not None else 0)
 
-    _tasks.stack.append(task)
-    grad_mode = torch.is_grad_enabled()
-    _private.set_grad_enabled(create_graph)
+    depth = len(_tasks.stack)
     try:
+        _tasks.stack.append(task)
+        _private.set_grad_enabled(create_graph)
         _loop(task, roots, dependencies, captures, captured)
         while task.callbacks:
             callbacks, task.callbacks = task.callbacks, []
             for callback in callbacks:
                 call_user(callback)
     finally:
-        _private.set_grad_enabled(grad_mode)
-        _tasks.stack.pop()
+        _private.set_grad_enabled(task.grad_mode)
+        del _tasks.stack[depth:]
     return captured
 
 

@@ -834,10 +834,36 @@ class ChangedPart(Node):
 # -- the context
 
 
+class _Before:
+    """What a thread had on when it began to record, to be put back whatever happened since.
+
+    Every scope here cleans up after itself; but Ctrl-C strikes anywhere, in the midst of that too.
+    """
+
+    def __init__(self) -> None:
+        self.modes = _private.mode_stack()
+        self.view_tracking_excluded = _private.view_tracking_excluded()
+        self.overrides = _private.function_overrides()
+        self.backwards = engine.running()
+        self.pairs = list(hooks.pairs)
+
+    def restore(self, raised: bool) -> None:
+        engine.abandon(self.backwards)
+        _private.set_mode_stack(self.modes)
+        if not self.view_tracking_excluded:
+            _include()
+        _private.set_function_overrides(self.overrides)
+        _thread.overrides = None
+        if raised:
+            hooks.pairs[:] = self.pairs
+
+
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.depth = 0
+        self.entered: list[int] = []  # the depth around each record() that is entered
+        self.before: _Before | None = None
         self.guard: Any = None
         self.overrides: Any = None  # in a backward: the state of __torch_function__ around it
 
@@ -931,6 +957,7 @@ class record(ContextDecorator):
 
         thread = _thread
         if thread.depth == 0:
+            before = _Before()
             autocast.enter()
             torch_api.bind()
             try:
@@ -941,10 +968,12 @@ class record(ContextDecorator):
                 _exclude()
                 thread.recorder.__enter__()
                 seam.user = _call_user
+                thread.before = before
             except BaseException:
                 torch_api.unbind()
                 autocast.leave()
                 raise
+        thread.entered.append(thread.depth)
         thread.depth += 1
         return self
 
@@ -952,16 +981,17 @@ class record(ContextDecorator):
         from . import autocast, torch_api
 
         thread = _thread
-        thread.depth -= 1
+        thread.depth = thread.entered.pop()
         if thread.depth == 0:
-            recorder, guard = thread.recorder, thread.guard
-            thread.recorder = thread.guard = None
+            recorder, guard, before = thread.recorder, thread.guard, thread.before
+            thread.recorder = thread.guard = thread.before = None
             seam.user = None
-            assert recorder is not None
+            assert recorder is not None and before is not None
             try:
+                _private.set_mode_stack([*before.modes, recorder])
                 recorder.__exit__(*exc)
             finally:
-                _include()
+                before.restore(raised=exc[0] is not None)
                 guard.__exit__(None, None, None)
                 torch_api.unbind()
                 autocast.leave()

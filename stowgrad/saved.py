@@ -101,20 +101,20 @@ def saved_tensors_hooks(pack: Pack, unpack: Unpack) -> Iterator[None]:
     The stack is as before on leaving, also when the body raised. Semantics:
     torch.autograd.graph.saved_tensors_hooks.
     """
-    push_hooks(pack, unpack)
     depth = len(hooks.pairs)
     try:
+        push_hooks(pack, unpack)
         yield
     finally:
-        del hooks.pairs[depth - 1 :]
+        del hooks.pairs[depth:]
 
 
 @contextmanager
 def disable_saved_tensors_hooks(message: str | None = None) -> Iterator[None]:
     """Within: entering saved-tensor hooks raises with `message`; nested uses restore."""
     before = hooks.disabled
-    disable_hooks(message)
     try:
+        disable_hooks(message)
         yield
     finally:
         hooks.disabled = before
