@@ -136,7 +136,6 @@ def _loop(
     tie = itertools.count()
     in_place = not task.create_graph
     keep_graph = task.keep_graph
-    anomaly = torch.is_anomaly_enabled()
 
     for edge, grad in roots:
         if grad.shape != edge.shape or grad.dtype != edge.dtype:
@@ -148,48 +147,25 @@ def _loop(
     heapq.heapify(ready)
     del roots
 
+    plain = needed is None and not torch.is_anomaly_enabled()
     following: Node | None = None  # ready, and alone so: it need not go through the heap
     while ready or following is not None:
         if following is not None:
             node, following = following, None
         else:
             node = heapq.heappop(ready)[2]
-        grads: Grads | None = arrived.pop(node, None)
-        runs = grads is not None or node.runs_without_gradient
-        if grads is None:
-            grads = [None] * node.outputs
         task.node = node
-        hooks = node.hooks
-        hooked = hooks is not None or type(node) is AccumulateNode
-        needs: Sequence[bool] | None = None
         edges = node.edges
-        if needed is not None:
-            if captures is not None and node in captures:
-                if hooked and node not in needed:  # PyTorch captures what runs before its hooks
-                    grads = _tensor_hooks(node, hooks, grads)
-                for index, position in captures[node]:
-                    captured[position] = grads[index]
-            if node not in needed:
-                continue
-            needs = [
-                e is not None
-                and (e.node in needed or (captures is not None and e.node in captures))
-                for e in edges
-            ]
-        if hooked:
-            grads = _before(node, hooks, grads)
-            runs = runs or any(g is not None for g in grads)
-        kept = list(grads) if hooks is not None and hooks.post else None
-        if not runs:  # no gradient arrived at it; it passes that on, and its hooks see it
-            results: Sequence[Tensor | None] = [None] * len(edges)
-        elif anomaly:
-            results = _apply_with_anomaly_detection(node, grads, needs)
+        grads = arrived.pop(node, None)
+        needs: Sequence[bool] | None = None
+        if plain and grads is not None and node.hooks is None and edges:
+            results = node.apply(grads, None)
         else:
-            results = node.apply(grads, needs)
-        if kept is not None:
-            assert hooks is not None
-            results = _after(node, hooks, results, kept)
-            kept = None
+            visited = _visit(task, node, grads, captures, captured)
+            if visited is None:
+                continue
+            results, needs = visited
+            del visited
         del grads
         if not keep_graph:
             node.release()
@@ -226,6 +202,56 @@ def _loop(
                     heapq.heappush(ready, (-following.seq, next(tie), following))
                     following = None
                 heapq.heappush(ready, (-target.seq, next(tie), target))
+
+
+def _visit(
+    task: Task,
+    node: Node,
+    grads: Grads | None,
+    captures: dict[Node, list[tuple[int, int]]] | None,
+    captured: Grads,
+) -> tuple[Sequence[Tensor | None], Sequence[bool] | None] | None:
+    """A node that is a leaf, or has hooks, or gets no gradient, or stands in a backward that is
+    limited to some inputs or looks for anomalies: its results, and which of them are needed. None
+    if it does not run.
+    """
+    runs = grads is not None or node.runs_without_gradient
+    arrived: Grads = [None] * node.outputs
+    if grads is not None:
+        arrived = list(grads)
+        grads.clear()  # so that a leaf may find that it alone holds its gradient
+    hooks = node.hooks
+    hooked = hooks is not None or type(node) is AccumulateNode
+    needs: Sequence[bool] | None = None
+    needed = task.needed
+    if needed is not None:
+        if captures is not None and node in captures:
+            if hooked and node not in needed:  # PyTorch captures what runs before its hooks
+                arrived = _tensor_hooks(node, hooks, arrived)
+            for index, position in captures[node]:
+                captured[position] = arrived[index]
+        if node not in needed:
+            return None
+        needs = [
+            e is not None and (e.node in needed or (captures is not None and e.node in captures))
+            for e in node.edges
+        ]
+    if hooked:
+        arrived = _tensor_hooks(node, hooks, arrived)
+        if hooks is not None:
+            arrived = _pre_hooks(node, hooks, arrived)
+        runs = runs or any(g is not None for g in arrived)
+    kept = list(arrived) if hooks is not None and hooks.post else None
+    if not runs:  # no gradient arrived at it; it passes that on, and its hooks see it
+        results: Sequence[Tensor | None] = [None] * len(node.edges)
+    elif torch.is_anomaly_enabled():
+        results = _apply_with_anomaly_detection(node, arrived, needs)
+    else:
+        results = node.apply(arrived, needs)
+    if kept is not None:
+        assert hooks is not None
+        results = _after(node, hooks, results, kept)
+    return results, needs
 
 
 def _deliver(arrived: dict[Node, Grads], edge: Edge, grad: Any, in_place: bool) -> None:
@@ -291,29 +317,18 @@ def _expandable(shape: torch.Size, target: torch.Size) -> bool:
 # -- hooks around a node
 
 
-def _before(node: Node, hooks: NodeHooks | None, grads: Grads) -> Grads:
-    """The hooks that run before a node: of its outputs, then its own."""
-    grads = _tensor_hooks(node, hooks, grads)
-    for hook in tuple(hooks.pre.values()) if hooks is not None else ():
+def _pre_hooks(node: Node, hooks: NodeHooks, grads: Grads) -> Grads:
+    """The node's own hooks that run before it; those of its outputs come first."""
+    for hook in tuple(hooks.pre.values()):
         result = call_user(hook, tuple(grads))
         if result is not None:
-            grads = _checked(result, len(grads), "pre-hook", node)
-    return grads
-
-
-def _checked(result: Any, count: int, kind: str, node: Node) -> Grads:
-    """What a node's hook returned, as `count` gradients."""
-    grads = list(result) if isinstance(result, (tuple, list)) else [result]
-    if len(grads) != count:
-        raise GradientError(
-            f"a {kind} on {node.name()}{_at(node)} returned {len(grads)} gradients; expected {count}"
-        )
-    for grad in grads:
-        if grad is not None and not isinstance(grad, Tensor):
-            raise TypeError(
-                f"a {kind} on {node.name()}{_at(node)} must return None or tensors, not "
-                f"{type(grad).__name__}"
-            )
+            new = list(result) if isinstance(result, (tuple, list)) else [result]
+            if len(new) != len(grads):
+                raise GradientError(
+                    f"a pre-hook on {node.name()}{_at(node)} returned {len(new)} gradients; the "
+                    f"node has {len(grads)} outputs"
+                )
+            grads = new
     return grads
 
 
