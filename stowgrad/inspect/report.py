@@ -106,8 +106,8 @@ class Report:
             text = f"{self.blocks} blocks of the model recomputed, in {self.block_calls} calls"
             if self.block_calls_skipped:
                 text += (
-                    f"; {self.block_calls_skipped} calls kept, being given an object that a second "
-                    "run might change (a cache?)"
+                    f"; {self.block_calls_skipped} calls kept, being given an object that cannot "
+                    "be copied for a second run"
                 )
             return text
         here = self.stayed.get("in host memory already", 0)

@@ -156,29 +156,64 @@ def test_it_acts_on_its_thread_only():
     assert calls == [0]
 
 
-def test_a_block_given_an_object_is_left_alone():
-    class Cache:
-        pass
+class Cache:
+    """Grows by what each block puts in."""
 
-    model, x = nn.ModuleList(Block() for _ in range(2)), torch.randn(8, 32)
+    def __init__(self):
+        self.keys = []
+        self.taken = 0
 
-    class Whole(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = model
 
-        def forward(self, x, more):
-            for block in self.blocks:
-                x = block(x, **more)
-            return x
+class Cached(Block):
+    def forward(self, x, cache=None, more=()):
+        if cache is not None:
+            cache.keys.append(x * 2)
+            cache.taken += 1
+            x = x + sum(cache.keys) + cache.taken
+        more.append(x) if isinstance(more, list) else None
+        return super().forward(x) + sum(more)
 
-    whole = Whole()
+
+class WithCache(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached() for _ in range(3))
+
+    def forward(self, x, cache, more=()):
+        for block in self.blocks:
+            x = block(x, cache=cache, more=more)
+        return x
+
+
+def test_a_block_that_changes_an_object_it_is_given():
+    torch.manual_seed(0)
+    model, x = WithCache(), torch.randn(8, 32)
+
+    def gradients(*arguments):
+        torch.manual_seed(1)
+        model.zero_grad()
+        out = model(x, *arguments)
+        out.square().sum().backward(retain_graph=True)
+        out.square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = gradients(Cache(), [torch.ones(())])
+    cache, more = Cache(), [torch.ones(())]
     with sg.record(), Recompute() as recompute:
-        whole(x, {"scale": torch.ones(()), "mask": None, "pair": (x, 1)}).sum().backward()
-        assert (recompute.calls, recompute.skipped) == (2, 0)
-        for value in (Cache(), [x], {"x": x}, (1, [2])):
-            whole(x, {"cache": value}).sum().backward()
-        assert (recompute.calls, recompute.skipped) == (2, 8)
+        found = gradients(cache, more)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert (recompute.calls, recompute.skipped) == (3, 0)
+    assert (len(cache.keys), cache.taken, len(more)) == (3, 3, 4)
+
+
+def test_a_block_given_what_cannot_be_copied_is_left_alone():
+    model, x = WithCache(), torch.randn(8, 32)
+    cache = Cache()
+    cache.lock = threading.Lock()
+    with sg.record(), Recompute() as recompute:
+        model(x, cache).sum().backward()
+    assert (recompute.calls, recompute.skipped) == (0, 3)
+    assert len(cache.keys) == 3
 
 
 def test_arguments_named_as_those_of_checkpoint():
