@@ -322,13 +322,24 @@ def _pre_hooks(node: Node, hooks: NodeHooks, grads: Grads) -> Grads:
     for hook in tuple(hooks.pre.values()):
         result = call_user(hook, tuple(grads))
         if result is not None:
-            new = list(result) if isinstance(result, (tuple, list)) else [result]
-            if len(new) != len(grads):
-                raise GradientError(
-                    f"a pre-hook on {node.name()}{_at(node)} returned {len(new)} gradients; the "
-                    f"node has {len(grads)} outputs"
-                )
-            grads = new
+            grads = _checked(result, len(grads), "pre-hook", node)
+    return grads
+
+
+def _checked(result: Any, count: int, kind: str, node: Node) -> Grads:
+    """What a node's hook returned, as `count` gradients."""
+    grads = list(result) if isinstance(result, (tuple, list)) else [result]
+    if len(grads) != count:
+        raise GradientError(
+            f"a {kind} on {node.name()}{_at(node)} returned {len(grads)} gradients, not "
+            f"{count}"
+        )
+    for grad in grads:
+        if grad is not None and not isinstance(grad, Tensor):
+            raise TypeError(
+                f"a {kind} on {node.name()}{_at(node)} must return None or tensors, not "
+                f"{type(grad).__name__}"
+            )
     return grads
 
 
