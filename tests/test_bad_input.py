@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -50,10 +51,9 @@ class ToFiles:
 
     def pack(self, tensor: Tensor) -> Any:
         self._count("pack")
-        handle, path = tempfile.mkstemp(dir=self.folder)
-        os.close(handle)
-        torch.save(tensor, path)
-        return File(path)
+        file = File(self.folder)
+        torch.save(tensor, file.path)
+        return file
 
     def unpack(self, packed: Any) -> Tensor:
         self._count("unpack")
@@ -65,14 +65,16 @@ class ToFiles:
 
     @property
     def files(self) -> list[str]:
-        gc.collect()
+        if os.listdir(self.folder):
+            gc.collect()  # tracebacks make circles
         return os.listdir(self.folder)
 
 
 class File:
-    def __init__(self, path: str) -> None:
-        self.path = path
-        weakref.finalize(self, os.unlink, path)
+    def __init__(self, folder: Path) -> None:
+        handle, self.path = tempfile.mkstemp(dir=folder)
+        weakref.finalize(self, os.unlink, self.path)
+        os.close(handle)
 
 
 def model(x: Tensor) -> Tensor:
@@ -443,3 +445,68 @@ def test_ctrl_c_in_a_pack_hook(interrupts: None) -> None:
         sg.saved_tensors_hooks(lambda t: interrupt() or t.clone(), lambda p: p),
     ):
         model(leaf())
+
+
+OURS = str(Path(sg.__file__).parent)
+
+
+def struck_at(event: int, step: Callable[[], Any]) -> bool:
+    """Run `step` and raise KeyboardInterrupt at the event-th line of stowgrad that it comes to, as
+    Ctrl-C may; whether it got that far."""
+    left = [event]
+
+    def trace(frame: Any, what: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        caller = frame
+        while caller is not None and caller.f_code is not struck_at.__code__:
+            if caller.f_code.co_qualname in ("record.__enter__", "record.__exit__"):
+                return None  # who strikes there has not begun, or is through
+            caller = caller.f_back
+        if what == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        step()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def training_step(x: Tensor, disk: ToFiles, create_graph: bool) -> None:
+    with sg.record():
+        with disk.hooks:
+            y = (x * x).exp()
+            y[:1].mul_(2)
+            loss = torch.utils.checkpoint.checkpoint(torch.sin, y, use_reentrant=False).sum()
+        y.register_hook(lambda g: g * 1)
+        if create_graph:
+            torch.autograd.grad(loss, x, create_graph=True)
+        else:
+            loss.backward()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified name")
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_ctrl_c_at_any_line(create_graph: bool, tmp_path: Path) -> None:
+    """Also where a scope is about to be entered or left, which no `finally` can guard."""
+    x, disk = leaf(), ToFiles(tmp_path)
+    training_step(x, disk, create_graph)
+    event, struck = 1, 0
+    while True:
+        with leaves_nothing_behind():
+            if not struck_at(event, lambda: training_step(x, disk, create_graph)):
+                break
+            assert engine.current_task() is None
+        struck += 1
+        event += 149
+    assert struck > 10
+    x.grad = None
+    assert disk.files == []
