@@ -42,8 +42,8 @@ _use_count: Callable[[Tensor], int] = _native["_use_count"]
 # `__torch_function__` first. Within this guard none does; the public one leaves the modes on.
 overridden: Callable[[Any], bool] = torch._C._has_torch_function_unary
 NoFunctionOverrides = torch._C.DisableTorchFunction
-function_overrides: Callable[[], Any] = torch._C._get_torch_function_state
-set_function_overrides: Callable[[Any], None] = torch._C._set_torch_function_state
+function_overrides: Callable[[], Any] = vars(torch._C)["_get_torch_function_state"]
+set_function_overrides: Callable[[Any], None] = vars(torch._C)["_set_torch_function_state"]
 
 grad_enabled = torch.is_grad_enabled
 inference_enabled = torch.is_inference_mode_enabled  # with it, grad mode may be on and counts not
@@ -224,6 +224,9 @@ _AUTOCAST_KEYS = [
 _autocast_by_itself: dict[Any, list[Any]] = {}
 
 
+_restored_keys: Any = vars(torch._C)["_RestorePythonTLSSnapshot"]
+
+
 def resolve_lazy_views() -> None:
     """In a mode's handler: from here on, lazy conjugates and negatives are seen to as ever."""
     for key in _LAZY_KEYS:
@@ -240,7 +243,7 @@ def as_called(func: Any) -> Iterator[None]:
     if own is None:
         own = [key for key in _AUTOCAST_KEYS if has_kernel(func, key.name)]
         _autocast_by_itself[func] = own
-    with torch._C._RestorePythonTLSSnapshot():
+    with _restored_keys():
         for key in own:
             _set_excluded(key, True)
         yield

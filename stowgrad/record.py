@@ -441,7 +441,7 @@ class Recorder(TorchDispatchMode):
 
 # Assigned rather than defined in the class body: TorchDispatchMode wraps a method defined there in
 # two more frames that keep torch.compile out, at a sixth of the recorder's whole cost.
-Recorder.__torch_dispatch__ = Recorder._dispatch  # type: ignore[method-assign,assignment]
+Recorder.__torch_dispatch__ = Recorder._dispatch  # type: ignore[method-assign]
 
 
 def _values(rule: Rule, plan: Plan, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -742,7 +742,9 @@ class CopySlices(Node):
     `inner`'s without the one of its target.
     """
 
-    __slots__ = ("_base_geometry", "_dtypes", "_self_index", "_view_geometry", "_view_meta", "inner")
+    __slots__ = (
+        "_base_geometry", "_dtypes", "_self_index", "_view_geometry", "_view_meta", "inner",
+    )  # fmt: skip
 
     def __init__(
         self, old: Edge | None, base: Tensor, view: Tensor, inner: Node, self_index: int

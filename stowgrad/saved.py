@@ -494,7 +494,9 @@ class _Changes:
 
     def __init__(self) -> None:
         self.tick = 0  # how many there were
-        self.last: deque[tuple[int, list[tuple[int, int]], str, Location | None]] = deque(maxlen=256)
+        # tick, the storages with their new versions, op, where
+        self.last: deque[tuple[int, list[tuple[int, int]], str, Location | None]]
+        self.last = deque(maxlen=256)
 
 
 changes = _Changes()

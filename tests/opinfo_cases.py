@@ -117,7 +117,9 @@ def _plain(g: Any) -> Any:
     return None if g is None else g.detach()
 
 
-def check(op: Any, sample: Any, dtype: torch.dtype, *, second: bool = False, fn: Any = None) -> Outcome:
+def check(
+    op: Any, sample: Any, dtype: torch.dtype, *, second: bool = False, fn: Any = None
+) -> Outcome:
     """How stowgrad differentiates `op` (or `fn`, a variant of it) on this sample."""
     fn = fn or op.op
     with warnings.catch_warnings():

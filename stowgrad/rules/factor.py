@@ -76,7 +76,7 @@ def svd(g: Any, s: Any, needs: list[bool]) -> tuple[Tensor | None]:
     q = None if gvh is None else skew(vh @ gvh.mH)
     row, column = sv.unsqueeze(-2), sv.unsqueeze(-1)
     if u.is_complex():
-        both = q if p is None else p if q is None else p + q
+        both: Any = q if p is None else p if q is None else p + q
         check_phase(both.diagonal(0, -2, -1), "svd", "singular vectors")
     if p is None:
         core = column * q
@@ -180,7 +180,7 @@ def qr(g: Any, s: Any, needs: list[bool]) -> tuple[Tensor | None]:
             gy = q @ gw
             gr = gr[..., :m]
         r = r[..., :m]
-    n_mat = -(q.mH @ gq) if gq is not None else None
+    n_mat: Any = -(q.mH @ gq) if gq is not None else None
     if gr is not None:
         n_mat = gr @ r.mH if n_mat is None else n_mat + gr @ r.mH
     gx = q @ hermitian_from_upper(n_mat)

@@ -48,8 +48,8 @@ vjp(aten.mvlgamma, "self", self=mvlgamma)
 def unknown(g: Tensor, s: Any) -> Tensor:
     """Raises only when the gradient is asked for: often that of the other argument is all."""
     raise NotDifferentiableError(
-        "the derivatives of igamma and igammac (gammainc, gammaincc) with respect to the shape, and "
-        "of zeta with respect to the exponent, are not implemented. Detach that argument."
+        "the derivatives of igamma and igammac (gammainc, gammaincc) with respect to the shape, "
+        "and of zeta with respect to the exponent, are not implemented. Detach that argument."
     )
 
 

@@ -221,7 +221,7 @@ class Plan:
         self.fast_inputs = [
             (n, rule.position[n], rule.wrt.index(n) if n in rule.wrt else -1) for n in self.inputs
         ]
-        # whether a call without keywords has anything but defaults to note (add's alpha is a keyword)
+        # whether a call without keywords has anything but defaults to note (alpha is a keyword)
         keywords = {a.name for a in rule.op._schema.arguments if a.kwarg_only}
         self.fast_values = bool(self.facts) or not keywords.issuperset(self.scalars)
         # the formula of each argument that needs a gradient, None for the others
@@ -293,9 +293,9 @@ class RuleNode(Node):
         self._metadata = None
         self.rule = plan.rule
         self.plan = plan
-        # In the order of plan.index: a SavedTensor, or for an input that no hook has touched the
-        # tensor, its version and the tick of changes, of which a SavedTensor is made when somebody asks for it; a list
-        # of these; or a plain value. None once released.
+        # In the order of plan.index: a SavedTensor; or, for an input that no hook has touched, the
+        # tensor, its version and the tick of changes, of which a SavedTensor is made when somebody
+        # asks for it; a list of these; or a plain value. None once released.
         self.saved: Any = ()
         self.values: dict[str, Any] | None = None
         self.edge_counts: list[int] | None = None  # how many edges each list argument has
