@@ -21,6 +21,14 @@ import torch
 from opinfo_cases import Outcome, check_op, differentiable_ops, full_name
 
 
+# Where ours differs from the reference for a reason that is not ours. Tests pin the right values.
+STATED = {
+    "as_strided_scatter": "PyTorch gives `self` the gradient of the elements that were overwritten",
+    "cov": "a gradient that is zero, in float32 noise on both sides (float32 weights)",
+    "pca_lowrank": "the reference moves by as much when its input moves by one rounding",
+}
+
+
 def one(job: tuple[str, str, bool, int]) -> tuple[str, Outcome]:
     name, dtype_name, second, limit = job
     torch.set_num_threads(1)
@@ -68,10 +76,15 @@ def table(
         f"no reference {count['skip']}  [{time.time() - start:.0f} s]"
     )
     for name, outcome in sorted(results.items()):
+        if outcome.verdict == "wrong" and name in STATED:
+            outcome.detail = f"({STATED[name]}) {outcome.detail}"
         if outcome.verdict in ("wrong", "error") or verbose:
             print(f"  {outcome.verdict:8} {name:45} {' '.join(sorted(outcome.fallbacks))} "
                   f"{' '.join(outcome.detail.split())}")  # fmt: skip
-    return {"title": title, "total": total, **count}
+    faults = [
+        n for n, o in results.items() if o.verdict in ("wrong", "error") and n not in STATED
+    ]
+    return {"title": title, "total": total, **count, "faults": faults}
 
 
 def _progress(done: int, total: int, name: str) -> None:
@@ -99,7 +112,7 @@ def main() -> int:
     tables = [table(d, s, wanted, args.samples, args.jobs, args.verbose) for d, s in runs]
     if args.json:
         Path(args.json).write_text(json.dumps(tables, indent=1))
-    return 1 if any(t["wrong"] or t["error"] for t in tables) else 0
+    return 1 if any(t["faults"] for t in tables) else 0
 
 
 if __name__ == "__main__":
