@@ -20,7 +20,6 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / 
 import torch
 from opinfo_cases import Outcome, check_op, differentiable_ops, full_name
 
-
 # Where ours differs from the reference for a reason that is not ours. Tests pin the right values.
 STATED = {
     "as_strided_scatter": "PyTorch gives `self` the gradient of the elements that were overwritten",
