@@ -34,14 +34,15 @@ def execute(script: str, args: Iterable[str]) -> None:
     sys.argv = [script, *args]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
+    path = os.path.abspath(script)
     main = types.ModuleType("__main__")
-    main.__file__ = script
-    main.__loader__ = SourceFileLoader("__main__", script)
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
     vars(main)["__builtins__"] = builtins
     vars(main)["__cached__"] = None
     sys.modules["__main__"] = main
-    with io.open_code(os.path.abspath(script)) as file:
-        code = compile(file.read(), script, "exec", dont_inherit=True)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(main))
 
 

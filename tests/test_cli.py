@@ -170,7 +170,7 @@ def test_the_script_is_the_main_program(command):
     result = command("run", "script.py", "--stow", "x", "-v", "--help", "a b")
     assert result.code == 0, result.err
     arguments = ["script.py", "--stow", "x", "-v", "--help", "a b"]
-    assert result.out.strip() == f"__main__ {arguments} {command.folder} script.py 7 True"
+    assert result.out.strip() == f"__main__ {arguments} {command.folder} {script} 7 True"
     assert Path(script).exists()
 
 
