@@ -403,6 +403,11 @@ def _retain(tensor: Tensor, grad: Tensor) -> None:
 def _after(
     node: Node, hooks: NodeHooks, results: Sequence[Tensor | None], grads: Grads
 ) -> Sequence[Tensor | None]:
+    """The hooks that run after a node; they see its gradients as its inputs will get them."""
+    results = [
+        grad if grad is None or edge is None else fit(grad, edge, node, position)
+        for position, (grad, edge) in enumerate(zip(results, node.edges, strict=True))
+    ]
     for hook in tuple(hooks.post.values()):
         new = call_user(hook, tuple(results), tuple(grads))
         if new is not None:
