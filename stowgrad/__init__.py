@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .autograd import backward, grad
+from .context import recording
 from .errors import (
     CheckpointMismatch,
     GradientError,
@@ -18,7 +19,7 @@ from .errors import (
 )
 from .memory import Recompute, Stow, ToDisk, ToHost
 from .memory.checkpoint import checkpoint
-from .record import record, recording
+from .record import record
 from .saved import (
     SavedInfo,
     SavedTensor,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import engine, graph
+from .context import backward_scope, below_overrides
+from .errors import GradientError, NotDifferentiableError, describe
+from .graph import AccumulateNode, Edge, Node
 from .record import record
+from .views import EndNode, gradient_edge
 
 
 def backward(
@@ -62,3 +68,74 @@ def grad(
             is_grads_batched=is_grads_batched,
             materialize_grads=materialize_grads,
         )
+
+
+def run_backward(
+    outputs: Sequence[Any],
+    grads: Sequence[Tensor | None],
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unreachable: bool,
+    accumulate: bool,
+) -> tuple[Tensor | None, ...]:
+    """What PyTorch's engine entry does, on our graph. `outputs` and `inputs` are tensors or
+    gradient edges (node, output_nr)."""
+    roots = []
+    for output, grad in zip(outputs, grads, strict=True):
+        if isinstance(output, Tensor):
+            edge = gradient_edge(output) if output.requires_grad else None
+            if edge is not None and isinstance(edge.node, EndNode) and graph.state(output) is None:
+                edge = None
+            if grad is None and edge is not None:
+                raise GradientError("a root without a gradient")
+            engine.check_root(edge, grad, output)  # type: ignore[arg-type]
+        else:
+            edge = edge_of_public(output)
+        assert edge is not None
+        if grad is None:
+            grad = torch.ones(edge.shape, dtype=edge.dtype)
+        roots.append((edge, grad))
+    targets: list[Edge] | None = None
+    if inputs:
+        targets = []
+        for tensor in inputs:
+            if not isinstance(tensor, Tensor):
+                targets.append(edge_of_public(tensor))
+                continue
+            if not tensor.requires_grad:
+                raise NotDifferentiableError(
+                    f"One of the differentiated Tensors does not require grad ({describe(tensor)})"
+                )
+            edge = gradient_edge(tensor)
+            if accumulate and not isinstance(edge.node, AccumulateNode):
+                edge.node.ensure_hooks().retained[edge.index] = weakref.ref(tensor)
+            targets.append(edge)
+    del output, grad
+    with backward_scope(create_graph), below_overrides():
+        captured = engine.run(
+            roots,
+            keep_graph=keep_graph,
+            create_graph=create_graph,
+            inputs=targets,
+            accumulate=accumulate,
+        )
+    if accumulate:
+        return ()
+    if not allow_unreachable and any(g is None for g in captured):
+        missing = next(i for i, g in enumerate(captured) if g is None)
+        raise NotDifferentiableError(
+            f"The differentiated Tensor at index {missing} appears to not have been used in the "
+            "graph. Set allow_unused=True if this is the desired behavior."
+        )
+    return tuple(captured)
+
+
+def edge_of_public(gradient_edge: Any) -> Edge:
+    """Our Edge for a public `GradientEdge(node, output_nr)`."""
+    if not isinstance(gradient_edge, tuple) or not isinstance(gradient_edge[0], Node):
+        kind = type(gradient_edge).__name__
+        raise TypeError(f"all inputs have to be Tensors or GradientEdges, but got {kind}")
+    node, index = gradient_edge[0], gradient_edge[1]
+    facts = node._input_metadata[index]
+    return Edge(node, index, facts.shape, facts.dtype)

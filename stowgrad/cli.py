@@ -138,9 +138,10 @@ def _run(
     full_traceback: bool,
 ) -> None:
     from . import runner
+    from .context import current_recorder
     from .inspect import BackwardClock, Meter
     from .inspect.report import Report
-    from .record import current_recorder, record
+    from .record import record
 
     problem = runner.unreadable(script)
     if problem is not None:

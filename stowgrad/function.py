@@ -27,16 +27,9 @@ from torch.utils._pytree import tree_leaves
 from . import _private, graph
 from .errors import GradientError, GraphFreedError, InPlaceError, describe
 from .graph import Edge, Node, attach, call_user
-from .record import (
-    ErrorNode,
-    check_inplace,
-    gradient_edge,
-    note_traceback,
-    producer,
-    rebase,
-    user_location,
-)
+from .record import note_traceback, user_location
 from .saved import SavedTensor
+from .views import ErrorNode, check_inplace, gradient_edge, producer, rebase
 
 _tracked = _private.native_requires_grad
 

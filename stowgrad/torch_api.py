@@ -22,16 +22,12 @@ import torch.utils.checkpoint as checkpoint
 from torch import Tensor
 
 from . import _private, autocast, engine, function, graph, saved
+from .autograd import run_backward
+from .context import current_recorder, recording
 from .errors import NotDifferentiableError, OutsideRecordError, describe
 from .graph import AccumulateNode, Edge, Node, attach
-from .record import (
-    current_recorder,
-    gradient_edge,
-    producer,
-    recording,
-    run_backward,
-    user_location,
-)
+from .record import user_location
+from .views import gradient_edge, producer
 
 _lock = threading.Lock()
 _users = 0

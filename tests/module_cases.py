@@ -16,8 +16,8 @@ from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 import stowgrad as sg
+from stowgrad.context import current_recorder
 from stowgrad.ops import Kind, entry_of
-from stowgrad.record import current_recorder
 from tests.opinfo_cases import Outcome
 
 TOLERANCE = 1e-9  # of the largest element of what is compared

@@ -20,8 +20,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import stowgrad as sg
+from stowgrad.context import current_recorder
 from stowgrad.ops import Kind, entry_of
-from stowgrad.record import current_recorder
 
 TOLERANCE = {
     torch.float64: (1e-7, 1e-8),

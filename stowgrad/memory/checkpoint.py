@@ -31,10 +31,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import _private, engine
+from ..context import recording
 from ..errors import CheckpointMismatch, SavedTensorChanged
 from ..graph import Location, locate
-from ..record import gradient_edge, recording, user_location
+from ..record import user_location
 from ..saved import SavedInfo, SavedTensor, saved_tensors_hooks
+from ..views import gradient_edge
 from .buffers import Buffers
 
 _R = TypeVar("_R")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..record import recording
+from ..context import recording
 from .checkpoint import checkpoint
 
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)

@@ -139,7 +139,7 @@ def _native_gradients(
     `edges` are the places of `inputs` in our graph. With grad mode on (create_graph) what is
     returned is differentiable with respect to them and to `grads`.
     """
-    from ..record import gradient_edge
+    from ..views import gradient_edge
 
     create_graph = torch.is_grad_enabled()
     pairs = [
@@ -195,7 +195,7 @@ def _native_gradients(
 @contextmanager
 def native_autograd(rng: Tensor | None) -> Iterator[None]:
     """Within: PyTorch's own autograd, with the random state `rng` (None: as it is)."""
-    from ..record import suspended
+    from ..context import suspended
 
     with suspended(), torch.enable_grad():
         if rng is None:
@@ -210,7 +210,8 @@ def record_fallback(
     recorder: Any, entry: Any, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Record one op that has no rule."""
-    from ..record import gradient_edge, user_location
+    from ..record import user_location
+    from ..views import gradient_edge
 
     if func._schema.is_mutable:
         return _record_inplace(recorder, entry, func, args, kwargs)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..graph import Edge, attach
 from ..ops import SPECIAL
-from ..record import EndNode, check_inplace
+from ..views import EndNode, check_inplace
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from stowgrad import _private
-from stowgrad.record import suspended
+from stowgrad.context import suspended
 from tests.helpers import (
     backward_works,
     in_thread,

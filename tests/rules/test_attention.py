@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing import assert_close
 
 import stowgrad as sg
-from stowgrad.record import current_recorder
+from stowgrad.context import current_recorder
 from tests.opinfo_cases import assert_by_rule
 from tests.parity import same
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import stowgrad as sg
-from stowgrad.record import current_recorder
+from stowgrad.context import current_recorder
 from tests.opinfo_cases import assert_by_rule
 from tests.rules.agree import agree, batched, matrix, saved_by
 

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
 import stowgrad as sg
-from stowgrad.record import current_recorder
+from stowgrad.context import current_recorder
 
 _LAYERS = {
     "lstm": nn.LSTM,

@@ -1,0 +1,165 @@
+"""Which thread records, and how recording is switched off and on again within it.
+
+A thread that records has its recorder (a dispatch mode) on the mode stack and PyTorch's autograd
+key out of dispatch. A backward takes the recorder off, unless it is itself recorded; hooks and
+custom functions run with it on again; the fallback runs PyTorch as it is without us.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from . import _private, engine
+from .graph import seam
+from .saved import hooks
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+_include = _private.include_view_tracking
+_exclude = _private.exclude_view_tracking
+
+class Before:
+    """What a thread had on when it began to record, to be put back whatever happened since.
+
+    Every scope here cleans up after itself; but Ctrl-C strikes anywhere, in the midst of that too.
+    """
+
+    def __init__(self) -> None:
+        self.modes = _private.mode_stack()
+        self.view_tracking_excluded = _private.view_tracking_excluded()
+        self.overrides = _private.function_overrides()
+        self.backwards = engine.running()
+        self.pairs = list(hooks.pairs)
+
+    def restore(self, raised: bool) -> None:
+        engine.abandon(self.backwards)
+        _private.set_mode_stack(self.modes)
+        if not self.view_tracking_excluded:
+            _include()
+        _private.set_function_overrides(self.overrides)
+        this_thread.overrides = None
+        if raised:
+            hooks.pairs[:] = self.pairs
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.depth = 0
+        self.entered: list[int] = []  # the depth around each record() that is entered
+        self.before: Before | None = None
+        self.guard: Any = None
+        self.overrides: Any = None  # in a backward: the state of __torch_function__ around it
+
+
+this_thread = _Thread()
+
+
+def recording() -> bool:
+    """Whether this thread is inside `record()`."""
+    return this_thread.depth > 0
+
+
+def current_recorder() -> Recorder:
+    recorder = this_thread.recorder
+    if recorder is None:
+        raise RuntimeError("not inside record()")
+    return recorder
+
+
+def call_recorded(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call user code from inside an op or a backward, with recording on as around it."""
+    overrides = this_thread.overrides
+    if overrides is not None:
+        inner = _private.function_overrides()
+        this_thread.overrides = None
+        _private.set_function_overrides(overrides)
+        try:
+            return call_recorded(fn, *args)
+        finally:
+            _private.set_function_overrides(inner)
+            this_thread.overrides = overrides
+    recorder = this_thread.recorder
+    if recorder is None or (_private.mode_count() and recorder in _private.mode_stack()):
+        return fn(*args)
+    # `recorder.on()`, written out: hooks and custom functions come through here one by one
+    excluded = _private.view_tracking_excluded()
+    _private.push_mode(recorder)
+    _exclude()
+    try:
+        return fn(*args)
+    finally:
+        _private.pop_mode()
+        if not excluded:
+            _include()
+
+
+@contextmanager
+def backward_scope(create_graph: bool) -> Iterator[None]:
+    """Around a backward: without create_graph its ops need no recording, so the mode comes off."""
+    recorder = current_recorder()
+    if create_graph or not _private.mode_count():
+        yield
+        return
+    modes = _private.mode_stack()
+    if recorder not in modes:
+        yield
+        return
+    above = []
+    while True:
+        mode = _private.pop_mode()
+        if mode is recorder:
+            break
+        above.append(mode)
+    for mode in reversed(above):
+        _private.push_mode(mode)
+    _include()
+    try:
+        yield
+    finally:
+        _exclude()
+        kept = [_private.pop_mode() for _ in above]
+        _private.push_mode(recorder)
+        for mode in reversed(kept):
+            _private.push_mode(mode)
+
+
+
+@contextmanager
+def below_overrides() -> Iterator[None]:
+    """Within: ops go past `__torch_function__`, as those of PyTorch's own backward do; user code
+    that is called in there (`_call_user`) has it as it was."""
+    outer = this_thread.overrides
+    this_thread.overrides = _private.function_overrides()
+    try:
+        with _private.NoFunctionOverrides():
+            yield
+    finally:
+        this_thread.overrides = outer
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Within: PyTorch as it is without us, its own autograd included. For the fallback."""
+    recorder = current_recorder()
+    on_stack = bool(_private.mode_count()) and recorder in _private.mode_stack()
+    if on_stack:
+        scope: Any = backward_scope(False)
+    else:
+        scope = nullcontext()
+    with scope, _private.autograd_included():
+        excluded = _private.view_tracking_excluded()
+        _include()
+        user, seam.user = seam.user, None
+        depth, this_thread.depth = this_thread.depth, 0
+        try:
+            yield
+        finally:
+            this_thread.depth = depth
+            seam.user = user
+            if excluded:
+                _exclude()
