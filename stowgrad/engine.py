@@ -260,26 +260,32 @@ def _deliver(arrived: dict[Node, Grads], edge: Edge, grad: Any, in_place: bool) 
     slots = arrived.get(edge.node)
     if slots is None:
         slots = arrived[edge.node] = [None] * edge.node.outputs
-    new: Tensor = grad.pop() if isinstance(grad, list) else grad
+    new: Tensor = grad.pop() if type(grad) is list else grad
     old = slots[edge.index]
     if old is None:
         slots[edge.index] = new
         return
     slots[edge.index] = None
-    if old.layout is not torch.strided or new.layout is not torch.strided:
-        slots[edge.index] = new + old if old.layout is not torch.strided else old + new
-    elif in_place and _addable(old, new):
+    if old.layout is not torch.strided:
+        slots[edge.index] = new + old
+    elif not in_place or old.numel() < _SMALL:
+        slots[edge.index] = old + new
+    elif _addable(old, new):
         slots[edge.index] = old.add_(new)
-    elif in_place and _addable(new, old):
+    elif _addable(new, old):
         slots[edge.index] = new.add_(old)
     else:
         slots[edge.index] = old + new
 
 
+_SMALL = 512  # elements; to ask whether a sum may be made in place costs more than to make it anew
+
+
 def _addable(target: Tensor, other: Tensor) -> bool:
     """Whether adding into `target` is safe: nobody else can see it or its storage."""
     return (
-        _private.unshared(target, 2)
+        target.layout is torch.strided
+        and _private.unshared(target, 2)
         and not _private.functorch_active()
         and _private.unshared_storage(target)
         and target.dtype == other.dtype

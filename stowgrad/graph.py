@@ -44,7 +44,7 @@ class Edge:
     of any alias makes it stale, and the view's producer has to be worked out anew.
     """
 
-    __slots__ = ("dtype", "index", "node", "shape", "version")
+    __slots__ = ("__weakref__", "dtype", "index", "node", "shape", "version")
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class AccumulateNode(Node):
     holds the leaf; the leaf is found from its node by identity, in `_leaves`.
     """
 
-    __slots__ = ("_lock", "variable")
+    __slots__ = ("_lock", "edge", "variable")
 
     runs_without_gradient = True  # its hooks run, as PyTorch's do
 
@@ -219,6 +219,7 @@ class AccumulateNode(Node):
         super().__init__(())
         self.seq = float("inf")
         self.variable = variable
+        self.edge: weakref.ref[Edge] | None = None  # the edge into it that is in use, if any is
         self._lock = threading.Lock()
 
     def name(self) -> str:
@@ -255,8 +256,21 @@ class AccumulateNode(Node):
         return ()
 
 
-_leaves: weakref.WeakValueDictionary[int, AccumulateNode] = weakref.WeakValueDictionary()
+class _LeafRef(weakref.ref[AccumulateNode]):
+    """A weak reference to the node of a leaf, which it knows by its identity."""
+
+    __slots__ = ("key",)
+
+    key: int
+
+
+_leaves: dict[int, _LeafRef] = {}
 _leaves_lock = threading.Lock()
+
+
+def _forget(ref: _LeafRef) -> None:
+    if _leaves.get(ref.key) is ref:
+        _leaves.pop(ref.key, None)
 
 
 def leaf_edge(variable: Tensor) -> Edge:
@@ -265,25 +279,41 @@ def leaf_edge(variable: Tensor) -> Edge:
     Raises OutsideRecordError if PyTorch's own autograd holds a graph for it: the gradient would
     silently stop here.
     """
-    key = id(variable)
-    node = _leaves.get(key)
+    ref = _leaves.get(id(variable))
+    node = None if ref is None else ref()
     if node is None:
-        if _private.native_grad_fn(variable) is not None:
-            if _private.functorch_active():
-                raise NotDifferentiableError(
-                    "torch.func.grad, vjp and jacrev are not recorded: call them outside record(), "
-                    "or use torch.autograd.grad inside it"
-                )
-            raise OutsideRecordError(
-                f"a tensor ({describe(variable)}) that PyTorch's autograd tracks "
-                f"({_private.native_grad_fn(variable).name()}) is used while stowgrad records: its "
-                "gradient would stop here. Compute it inside record() too, or detach() it."
+        node = _new_leaf(variable)
+    edge = None if node.edge is None else node.edge()
+    shape = variable.shape
+    if edge is None or edge.shape != shape:
+        dtype = getattr(variable, "grad_dtype", None) or variable.dtype
+        edge = Edge(node, 0, shape, dtype)
+        node.edge = weakref.ref(edge)
+    return edge
+
+
+def _new_leaf(variable: Tensor) -> AccumulateNode:
+    if _private.native_grad_fn(variable) is not None:
+        if _private.functorch_active():
+            raise NotDifferentiableError(
+                "torch.func.grad, vjp and jacrev are not recorded: call them outside record(), "
+                "or use torch.autograd.grad inside it"
             )
-        with _leaves_lock:
-            node = _leaves.get(key)
-            if node is None:
-                node = _leaves[key] = AccumulateNode(variable)
-    return Edge(node, 0, variable.shape, getattr(variable, "grad_dtype", None) or variable.dtype)
+        raise OutsideRecordError(
+            f"a tensor ({describe(variable)}) that PyTorch's autograd tracks "
+            f"({_private.native_grad_fn(variable).name()}) is used while stowgrad records: its "
+            "gradient would stop here. Compute it inside record() too, or detach() it."
+        )
+    key = id(variable)
+    with _leaves_lock:
+        ref = _leaves.get(key)
+        node = None if ref is None else ref()
+        if node is None:
+            node = AccumulateNode(variable)
+            ref = _LeafRef(node, _forget)
+            ref.key = key
+            _leaves[key] = ref
+    return node
 
 
 def accumulate(variable: Tensor, grad: Tensor) -> None:
