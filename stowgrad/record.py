@@ -174,12 +174,15 @@ class Recorder(TorchDispatchMode):
                 value = args[position] if position < given else None
                 if not isinstance(value, Tensor):
                     saved.append(value)
-                elif plain and not value.is_inference():
-                    # a SavedTensor once it is asked for
-                    saved.append((value, value._version, changes.tick))
-                else:
-                    edge = edges[index] if index >= 0 else None
-                    saved.append(SavedTensor(value, name, rule.name, node.where, None, edge))
+                    continue
+                if plain:
+                    try:  # a SavedTensor once it is asked for
+                        saved.append((value, value._version, changes.tick))
+                        continue
+                    except RuntimeError:
+                        pass  # an inference tensor, of which SavedTensor says what to do
+                edge = edges[index] if index >= 0 else None
+                saved.append(SavedTensor(value, name, rule.name, node.where, None, edge))
         if plan.fast_values:
             node.values = _values(rule, plan, args, {})
         version = None
