@@ -3,10 +3,12 @@
 PyTorch makes a recurrent layer of a dozen small ops a step. Here one layer in one direction is one
 op, with the same kernels in the same order, so that results are the same bit by bit; its rule is
 backpropagation through time, with the gradients of weights taken for all steps at once. Saves the
-gates of each step and nothing else: less than half of what its parts would.
+gates of each step and nothing else: less than half of what its parts would. An LSTM or GRU cell is
+a layer of one step.
 
-Taken so: dense LSTM, GRU and RNN layers on a CPU. Others (packed sequences, projections, other
-devices) are recorded as their parts. The float32 LSTM is one kernel, `mkldnn_rnn_layer`.
+Taken so: dense LSTM, GRU and RNN layers, LSTM and GRU cells, on a CPU. Others (packed sequences,
+projections, other devices) are recorded as their parts. The float32 LSTM layer is one kernel,
+`mkldnn_rnn_layer`.
 """
 
 from __future__ import annotations
@@ -35,12 +37,23 @@ def lstm_layer(x, h, c, w_ih, w_hh, b_ih, b_hh, reverse):
     inputs = linear(x, w_ih, b_ih).unbind(0)
     out, gates, cells = ([h] * len(inputs) for _ in range(3))
     for t in _steps(inputs, reverse):
-        gates[t] = linear(h, w_hh, b_hh).add_(inputs[t])
-        i, f, new, o = gates[t].chunk(4, 1)
-        i.sigmoid_(), f.sigmoid_(), new.tanh_(), o.sigmoid_()
-        cells[t] = c = (f * c).add_(i * new)
-        out[t] = h = o * c.tanh()
+        h, c, gates[t], _ = _lstm_step(inputs[t], h, c, w_hh, b_hh)
+        out[t], cells[t] = h, c
     return torch.stack(out), h, c, torch.stack(gates), torch.stack(cells)
+
+
+def lstm_cell(x, h, c, w_ih, w_hh, b_ih, b_hh):
+    """Also the gates and tanh(c)."""
+    return _lstm_step(linear(x, w_ih, b_ih), h, c, w_hh, b_hh)
+
+
+def _lstm_step(given, h, c, w_hh, b_hh):
+    gates = linear(h, w_hh, b_hh).add_(given)
+    i, f, new, o = gates.chunk(4, 1)
+    i.sigmoid_(), f.sigmoid_(), new.tanh_(), o.sigmoid_()
+    c = (f * c).add_(i * new)
+    squashed = c.tanh()
+    return o * squashed, c, gates, squashed
 
 
 def gru_layer(x, h, w_ih, w_hh, b_ih, b_hh, reverse):
@@ -48,13 +61,23 @@ def gru_layer(x, h, w_ih, w_hh, b_ih, b_hh, reverse):
     inputs = linear(x, w_ih, b_ih).unbind(0)
     out, gates, news = ([h] * len(inputs) for _ in range(3))
     for t in _steps(inputs, reverse):
-        gates[t] = linear(h, w_hh, b_hh)
-        reset, update, hidden = gates[t].chunk(3, 1)
-        to_reset, to_update, to_new = inputs[t].chunk(3, 1)
-        reset.add_(to_reset).sigmoid_(), update.add_(to_update).sigmoid_()
-        news[t] = new = to_new.add(hidden * reset).tanh_()
-        out[t] = h = (h - new).mul_(update).add_(new)
+        out[t], gates[t], news[t] = _gru_step(inputs[t], h, w_hh, b_hh)
+        h = out[t]
     return torch.stack(out), h, torch.stack(gates), torch.stack(news)
+
+
+def gru_cell(x, h, w_ih, w_hh, b_ih, b_hh):
+    """Also the gates and the new values."""
+    return _gru_step(linear(x, w_ih, b_ih), h, w_hh, b_hh)
+
+
+def _gru_step(given, h, w_hh, b_hh):
+    gates = linear(h, w_hh, b_hh)
+    reset, update, hidden = gates.chunk(3, 1)
+    to_reset, to_update, to_new = given.chunk(3, 1)
+    reset.add_(to_reset).sigmoid_(), update.add_(to_update).sigmoid_()
+    new = to_new.add(hidden * reset).tanh_()
+    return (h - new).mul_(update).add_(new), gates, new
 
 
 def rnn_layer(x, h, w_ih, w_hh, b_ih, b_hh, relu, reverse):
@@ -76,6 +99,8 @@ for _layer, _schema in (
     (lstm_layer, f"(Tensor x, Tensor h, Tensor c, {_WEIGHTS}, bool reverse) -> (" + "Tensor, " * 4),
     (gru_layer, f"(Tensor x, Tensor h, {_WEIGHTS}, bool reverse) -> (Tensor, Tensor, Tensor, "),
     (rnn_layer, f"(Tensor x, Tensor h, {_WEIGHTS}, bool relu, bool reverse) -> (Tensor, "),
+    (lstm_cell, f"(Tensor x, Tensor h, Tensor c, {_WEIGHTS}) -> (" + "Tensor, " * 3),
+    (gru_cell, f"(Tensor x, Tensor h, {_WEIGHTS}) -> (Tensor, Tensor, "),
 ):
     _library.define(_layer.__name__ + _schema + "Tensor)")
     _library.impl(_layer.__name__, _layer, "CompositeExplicitAutograd")
@@ -87,9 +112,19 @@ for _layer, _schema in (
 @vjp(torch.ops.stowgrad.lstm_layer, "x h c w_ih w_hh b_ih b_hh out gates cells",
      wrt="x h c w_ih w_hh b_ih b_hh", outputs="out hy cy gates cells", differentiable="out hy cy")
 def lstm_layer_rule(g, s, needs):
-    kept = (None, None) if torch.is_grad_enabled() else (s.gates, s.cells)
+    kept = (None,) if torch.is_grad_enabled() else (s.gates, s.cells)
     return lstm_backward(
         *g[:3], s.out, s.x, s.h, s.c, s.w_ih, s.w_hh, s.b_ih, s.b_hh, s.reverse, *kept)
+
+
+@vjp(torch.ops.stowgrad.lstm_cell, "x h c w_ih w_hh b_ih b_hh gates squashed",
+     wrt="x h c w_ih w_hh b_ih b_hh", outputs="hy cy gates squashed", differentiable="hy cy")
+def lstm_cell_rule(g, s, needs):
+    x, h = s.x.unsqueeze(0), s.h.unsqueeze(0)
+    kept = (None,) if torch.is_grad_enabled() else (s.gates.unsqueeze(0), None, [s.squashed])
+    to_x, *others = lstm_backward(
+        None, *g[:2], h, x, s.h, s.c, s.w_ih, s.w_hh, s.b_ih, s.b_hh, False, *kept)
+    return to_x.squeeze(0), *others
 
 
 @vjp(aten.mkldnn_rnn_layer, "input weight0 weight1 weight2 weight3 hx_ cx_ output hy cy workspace",
@@ -102,7 +137,7 @@ def mkldnn_rnn_layer(g, s, needs):
         biases = (s.weight2, s.weight3) if s.has_biases else (None, None)
         x, h, c, *weights = lstm_backward(
             to_output, to_h, to_c, s.output, s.input, s.hx_, s.cx_, s.weight0, s.weight1, *biases,
-            s.reverse, None, None)
+            s.reverse)
         return x, *weights, h, c
     return aten.mkldnn_rnn_layer_backward(
         s.input, s.weight0, s.weight1, s.weight2, s.weight3, s.hx_, s.cx_, s.output, s.hy, s.cy,
@@ -111,17 +146,19 @@ def mkldnn_rnn_layer(g, s, needs):
 
 
 def lstm_backward(
-    to_out, to_h, to_c, out, x, h0, c0, w_ih, w_hh, b_ih, b_hh, reverse, gates, cells
-):
+    to_out, to_h, to_c, out, x, h0, c0, w_ih, w_hh, b_ih, b_hh, reverse,
+    gates=None, cells=None, squashed=None,
+):  # fmt: skip
     """Gradients of (x, h0, c0, w_ih, w_hh, b_ih, b_hh).
 
-    `gates` and `cells` None: work them out from `out`, so that all of it can be differentiated.
+    `gates` None: work them out from `out`, so that all of it can be differentiated. `squashed` is
+    the tanh of `cells`; for a single step it is enough.
     Source: Hochreiter and Schmidhuber 1997; forget gates: Gers, Schmidhuber, Cummins 2000.
     """
     steps = _steps(x, reverse)
     before = _shifted(out, h0, reverse)
     if gates is not None:
-        gates, cells = gates.unbind(0), cells.unbind(0)
+        gates, cells = gates.unbind(0), [c0] if cells is None else cells.unbind(0)
     else:
         raw = (linear(x, w_ih, b_ih) + linear(before, w_hh, b_hh)).chunk(4, -1)
         i, f, new, o = raw[0].sigmoid(), raw[1].sigmoid(), raw[2].tanh(), raw[3].sigmoid()
@@ -137,13 +174,13 @@ def lstm_backward(
         if given is not None:
             h = h + given[t]
         i, f, new, o = gates[t].chunk(4, 1)
-        squashed = cells[t].tanh()
-        c = c + aten.tanh_backward(h * o, squashed)
+        output = cells[t].tanh() if squashed is None else squashed[t]
+        c = c + aten.tanh_backward(h * o, output)
         found[t] = gate = torch.cat([
             aten.sigmoid_backward(c * new, i),
             aten.sigmoid_backward(c * earlier[t], f),
             aten.tanh_backward(c * i, new),
-            aten.sigmoid_backward(h * squashed, o),
+            aten.sigmoid_backward(h * output, o),
         ], 1)  # fmt: skip
         c = c * f
         h = gate @ w_hh
@@ -154,22 +191,39 @@ def lstm_backward(
 @vjp(torch.ops.stowgrad.gru_layer, "x h w_ih w_hh b_ih b_hh out gates news",
      wrt="x h w_ih w_hh b_ih b_hh", outputs="out hy gates news", differentiable="out hy")
 def gru_layer_rule(g, s, needs):
-    """Source: Cho et al. 2014 (arXiv 1406.1078), with the reset gate after the product."""
-    to_out, to_h, *_ = g
-    before = _shifted(s.out, s.h, s.reverse)
-    if torch.is_grad_enabled():
-        to_reset, to_update, to_new = linear(s.x, s.w_ih, s.b_ih).chunk(3, -1)
-        reset, update, hidden = linear(before, s.w_hh, s.b_hh).chunk(3, -1)
+    kept = (None, None) if torch.is_grad_enabled() else (s.gates, s.news)
+    return gru_backward(*g[:2], s.out, s.x, s.h, s.w_ih, s.w_hh, s.b_ih, s.b_hh, s.reverse, *kept)
+
+
+@vjp(torch.ops.stowgrad.gru_cell, "x h w_ih w_hh b_ih b_hh gates new",
+     wrt="x h w_ih w_hh b_ih b_hh", outputs="hy gates new", differentiable="hy")
+def gru_cell_rule(g, s, needs):
+    x, h = s.x.unsqueeze(0), s.h.unsqueeze(0)
+    kept = (None, None) if torch.is_grad_enabled() else (s.gates.unsqueeze(0), s.new.unsqueeze(0))
+    to_x, *others = gru_backward(
+        None, g, h, x, s.h, s.w_ih, s.w_hh, s.b_ih, s.b_hh, False, *kept)
+    return to_x.squeeze(0), *others
+
+
+def gru_backward(to_out, to_h, out, x, h0, w_ih, w_hh, b_ih, b_hh, reverse, gates, news):
+    """Gradients of (x, h0, w_ih, w_hh, b_ih, b_hh); `gates` and `news` as in `lstm_backward`.
+
+    Source: Cho et al. 2014 (arXiv 1406.1078), with the reset gate after the product.
+    """
+    before = _shifted(out, h0, reverse)
+    if gates is not None:
+        gates, news = gates.unbind(0), news.unbind(0)
+    else:
+        to_reset, to_update, to_new = linear(x, w_ih, b_ih).chunk(3, -1)
+        reset, update, hidden = linear(before, w_hh, b_hh).chunk(3, -1)
         reset, update = (to_reset + reset).sigmoid(), (to_update + update).sigmoid()
         gates = torch.cat([reset, update, hidden], -1).unbind(0)
         news = (to_new + hidden * reset).tanh().unbind(0)
-    else:
-        gates, news = s.gates.unbind(0), s.news.unbind(0)
     earlier = before.unbind(0)
     given = None if to_out is None else to_out.unbind(0)
-    h = torch.zeros_like(s.h) if to_h is None else to_h
-    to_inputs, to_hiddens = [h] * len(s.x), [h] * len(s.x)
-    for t in reversed(_steps(s.x, s.reverse)):
+    h = torch.zeros_like(h0) if to_h is None else to_h
+    to_inputs, to_hiddens = [h] * len(x), [h] * len(x)
+    for t in reversed(_steps(x, reverse)):
         if given is not None:
             h = h + given[t]
         reset, update, hidden = gates[t].chunk(3, 1)
@@ -179,9 +233,9 @@ def gru_layer_rule(g, s, needs):
         to_update = aten.sigmoid_backward(h * (earlier[t] - news[t]), update)
         to_inputs[t] = torch.cat([to_reset, to_update, to_new], 1)
         to_hiddens[t] = to_gates = torch.cat([to_reset, to_update, to_new * reset], 1)
-        h = torch.addmm(kept, to_gates, s.w_hh)
+        h = torch.addmm(kept, to_gates, w_hh)
     return _to_x_and_weights(
-        torch.stack(to_inputs), torch.stack(to_hiddens), h, (), s.x, before, s.w_ih, s.b_ih)
+        torch.stack(to_inputs), torch.stack(to_hiddens), h, (), x, before, w_ih, b_ih)
 
 
 @vjp(torch.ops.stowgrad.rnn_layer, "x h w_ih w_hh b_ih out", wrt="x h w_ih w_hh b_ih b_hh",
@@ -265,6 +319,8 @@ def _record(kind, options, recorder, entry, func, args, kwargs):
             out = torch.cat(outs, -1) if both else outs[0]
             if dropout and train and layer < layers - 1:
                 out = torch.dropout(out, dropout, True)
+        if not both:
+            out = out.clone()  # people may change it; the layer saved its own
         finals = [torch.stack(end) for end in zip(*ends, strict=True)]
         return (out.transpose(0, 1) if batch_first else out, *finals)
 
@@ -273,7 +329,33 @@ def _taken_as(kind, *options):
     return lambda *call: _record(kind, options, *call)
 
 
+def _cell_taken_as(kind, gates):
+    def record(recorder, entry, func, args, kwargs):
+        x, states, w_ih, w_hh, *biases = args
+        states = states if isinstance(states, (list, tuple)) else [states]
+        b_ih, b_hh = biases = (*biases, None, None)[:2]
+        size = w_hh.size(-1)
+        given = [w_ih, w_hh, *states, *(b for b in biases if b is not None)]
+        fits = (
+            not kwargs
+            and (b_ih is None) == (b_hh is None)
+            and x.dim() == 2
+            and w_ih.shape == (gates * size, x.size(1))
+            and w_hh.size(0) == gates * size
+            and all(state.shape == (x.size(0), size) for state in states)
+        )
+        if not fits or not _suits(x, given, 1, kind):
+            return recorder.decompose(func, args, kwargs)
+        with recorder.on():
+            found = kind(x, *states, w_ih, w_hh, b_ih, b_hh)
+        return found[:2] if len(states) == 2 else found[0]
+
+    return record
+
+
 SPECIAL[aten.lstm.input] = _taken_as(torch.ops.stowgrad.lstm_layer)
 SPECIAL[aten.gru.input] = _taken_as(torch.ops.stowgrad.gru_layer)
 SPECIAL[aten.rnn_tanh.input] = _taken_as(torch.ops.stowgrad.rnn_layer, False)
 SPECIAL[aten.rnn_relu.input] = _taken_as(torch.ops.stowgrad.rnn_layer, True)
+SPECIAL[aten.lstm_cell.default] = _cell_taken_as(torch.ops.stowgrad.lstm_cell, 4)
+SPECIAL[aten.gru_cell.default] = _cell_taken_as(torch.ops.stowgrad.gru_cell, 3)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
+from torch.utils._pytree import tree_leaves
 
 import stowgrad as sg
 from stowgrad.context import current_recorder
@@ -104,21 +105,58 @@ def test_packed_sequences(kind, dtype):
     assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-def test_cells(cell):
+def test_cells(cell, bias, dtype):
     torch.manual_seed(0)
-    step = cell(5, 4).double()
-    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    step = cell(5, 4, bias=bias).to(dtype)
+    x = torch.randn(3, 5, dtype=dtype, requires_grad=True)
 
     def two_steps():
         out = step(x, step(x))
-        out = out[0] if isinstance(out, tuple) else out
-        return out.detach(), torch.autograd.grad(out.square().sum(), [x, *step.parameters()])
+        out = torch.cat(out) if isinstance(out, tuple) else out
+        leaves = [x, *step.parameters()]
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        return out.detach(), [g.detach() for g in first], second
 
-    expected = two_steps()
+    value, *expected = two_steps()
     with sg.record():
-        actual = two_steps()
+        actual_value, *actual = two_steps()
+    assert_close(actual_value, value, rtol=0, atol=0)
     assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_a_cell_is_one_op(name):
+    step, x = {"lstm": nn.LSTMCell, "gru": nn.GRUCell}[name](5, 4), torch.randn(3, 5)
+    with sg.record():
+        ops = current_recorder().ops = {}
+        step(x)
+    assert {str(o) for o in ops} == {f"stowgrad.{name}_cell.default", f"aten.{name}_cell.default"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "which"),
+    [(kind, which) for kind in (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell) for which in (0, 1)]
+    + [(nn.LSTM, 2), (nn.GRUCell, 0)],
+)
+def test_results_may_be_changed_in_place(kind, which):
+    """What backward needs of them the layer keeps for itself, as it does under PyTorch."""
+    torch.manual_seed(0)
+    step = kind(5, 4).double()
+    x = torch.randn(3, 5, dtype=torch.float64)
+    x = x if isinstance(step, nn.RNNCellBase) else x.expand(6, 3, 5)
+
+    def change():
+        out = tree_leaves(step(x))
+        out[which].mul_(2)
+        return torch.autograd.grad(sum(o.sum() for o in out), list(step.parameters()))
+
+    expected = change()
+    with sg.record():
+        assert_close(change(), expected)
 
 
 @pytest.mark.parametrize(
