@@ -45,6 +45,11 @@ NoFunctionOverrides = torch._C.DisableTorchFunction
 function_overrides: Callable[[], Any] = vars(torch._C)["_get_torch_function_state"]
 set_function_overrides: Callable[[Any], None] = vars(torch._C)["_set_torch_function_state"]
 
+# Why: once TorchScript has compiled a function, its gradient is PyTorch's own, in one piece. Till
+# then it runs op by op. The public switch is a context manager only.
+scripts_compile: Callable[[], bool] = torch._C._get_graph_executor_optimize
+set_scripts_compile: Callable[[bool], None] = torch._C._set_graph_executor_optimize
+
 grad_enabled = torch.is_grad_enabled
 inference_enabled = torch.is_inference_mode_enabled  # with it, grad mode may be on and counts not
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled  # the public one is a class

@@ -32,6 +32,7 @@ class Before:
         self.modes = _private.mode_stack()
         self.view_tracking_excluded = _private.view_tracking_excluded()
         self.overrides = _private.function_overrides()
+        self.scripts_compile = _private.scripts_compile()
         self.backwards = engine.running()
         self.pairs = list(hooks.pairs)
 
@@ -42,6 +43,7 @@ class Before:
             _include()
         _private.set_function_overrides(self.overrides)
         this_thread.overrides = None
+        _private.set_scripts_compile(self.scripts_compile)
         if raised:
             hooks.pairs[:] = self.pairs
 
@@ -132,7 +134,7 @@ def backward_scope(create_graph: bool) -> Iterator[None]:
 @contextmanager
 def below_overrides() -> Iterator[None]:
     """Within: ops go past `__torch_function__`, as those of PyTorch's own backward do; user code
-    that is called in there (`_call_user`) has it as it was."""
+    that is called in there (`call_recorded`) has it as it was."""
     outer = this_thread.overrides
     this_thread.overrides = _private.function_overrides()
     try:

@@ -293,15 +293,22 @@ def leaf_edge(variable: Tensor) -> Edge:
 
 
 def _new_leaf(variable: Tensor) -> AccumulateNode:
-    if _private.native_grad_fn(variable) is not None:
+    native = _private.native_grad_fn(variable)
+    if native is not None:
         if _private.functorch_active():
             raise NotDifferentiableError(
                 "torch.func.grad, vjp and jacrev are not recorded: call them outside record(), "
                 "or use torch.autograd.grad inside it"
             )
+        if native.name().startswith("torch::jit"):
+            raise OutsideRecordError(
+                f"a scripted function returned a tensor ({describe(variable)}) whose gradient is "
+                "PyTorch's own: TorchScript compiled it so before recording began. Script it anew, "
+                "or call it first inside record()."
+            )
         raise OutsideRecordError(
             f"a tensor ({describe(variable)}) that PyTorch's autograd tracks "
-            f"({_private.native_grad_fn(variable).name()}) is used while stowgrad records: its "
+            f"({native.name()}) is used while stowgrad records: its "
             "gradient would stop here. Compute it inside record() too, or detach() it."
         )
     key = id(variable)

@@ -544,6 +544,7 @@ class record(ContextDecorator):
                 _exclude()
                 thread.recorder.__enter__()
                 seam.user = call_recorded
+                _private.set_scripts_compile(False)
                 thread.before = before
             except BaseException:
                 torch_api.unbind()
