@@ -44,6 +44,7 @@ class Task:
     grad_mode: bool  # around it
     node: Node | None = None
     needed: set[Node] | None = None  # None: all nodes
+    root: Node | None = None  # where it starts, if that is one place
     captured: set[Node] = field(default_factory=set)  # gradients are captured there
     reachable: dict[Node, int] = field(default_factory=dict)
     callbacks: list[Callable[[], Any]] = field(default_factory=list)
@@ -100,6 +101,7 @@ def run(
     dependencies = task.reachable = _count_edges(edge.node for edge, _ in roots)
     captures: dict[Node, list[tuple[int, int]]] | None = None
     if inputs is not None:
+        task.root = roots[0][0].node if len(roots) == 1 else None
         captures = {}
         if not accumulate:
             for position, edge in enumerate(inputs):
@@ -225,9 +227,10 @@ def _visit(
     needs: Sequence[bool] | None = None
     needed = task.needed
     if needed is not None:
-        if captures is not None and node in captures:
-            if hooked and node not in needed:  # PyTorch captures what runs before its hooks
-                arrived = _tensor_hooks(node, hooks, arrived)
+        caught = captures is not None and node in captures
+        if hooked and node not in needed and (caught or node is task.root):
+            arrived = _tensor_hooks(node, hooks, arrived)  # of all that PyTorch's would reach
+        if captures is not None and caught:
             for index, position in captures[node]:
                 captured[position] = arrived[index]
         if node not in needed:

@@ -101,6 +101,7 @@ def _replay_view(view: Tensor) -> Edge:
         fresh = call_user(_private.replay_view, view, base)
     found = gradient_edge(fresh)
     edge = Edge(found.node, found.index, found.shape, found.dtype, view._version)
+    _move_retained(graph.state(view), edge.node, view, edge.index)
     attach(view, edge)
     return edge
 

@@ -246,6 +246,21 @@ def test_a_handle_from_recording_removes_outside() -> None:
 # -- gradients that are not there
 
 
+def test_tensor_hooks_of_a_root_run_though_no_input_is_behind_it() -> None:
+    def step() -> Any:
+        calls: list[str] = []
+        x = torch.ones(2, requires_grad=True)
+        a, b = x * 2, x.detach().requires_grad_() * 3
+        b.register_hook(lambda g: calls.append("root"))
+        b.grad_fn.register_prehook(lambda gs: calls.append("node"))
+        torch.autograd.grad([b], [a], [x.detach()], allow_unused=True, retain_graph=True)
+        torch.autograd.grad([b * 2], [a], [x.detach()], allow_unused=True, retain_graph=True)
+        torch.autograd.grad([b, a * 2], [a], [x.detach()] * 2, allow_unused=True)
+        return calls
+
+    same(step)
+
+
 def test_hooks_see_that_no_gradient_arrived() -> None:
     def program() -> Any:
         log: list[Any] = []

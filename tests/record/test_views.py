@@ -92,6 +92,18 @@ def test_a_view_of_a_leaf_that_was_changed_without_grad_is_no_leaf(
     same(step)
 
 
+def test_a_retained_gradient_follows_a_view_whose_base_changes() -> None:
+    def step() -> Any:
+        x = leaf() * 2
+        view = x[0]
+        view.retain_grad()
+        x.mul_(3)
+        (view * view).sum().backward()
+        return [view.retains_grad, view.grad]
+
+    same(step)
+
+
 def test_the_flag_of_an_unwatched_view_may_be_set_after_its_base_changed() -> None:
     def step() -> Any:
         x = leaf() * 2
