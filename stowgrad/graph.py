@@ -303,8 +303,8 @@ def _new_leaf(variable: Tensor) -> AccumulateNode:
         if native.name().startswith("torch::jit"):
             raise OutsideRecordError(
                 f"a scripted function returned a tensor ({describe(variable)}) whose gradient is "
-                "PyTorch's own: TorchScript compiled it so before recording began. Script it anew, "
-                "or call it first inside record()."
+                "PyTorch's own: TorchScript compiled it so when it was called outside record(). "
+                "Call it inside first, or use the function that was scripted."
             )
         raise OutsideRecordError(
             f"a tensor ({describe(variable)}) that PyTorch's autograd tracks "
