@@ -242,6 +242,22 @@ def test_views_a_hook_kept_are_not_added_to() -> None:
     assert sorted(k[0].item() for k in kept) == [2.0, 3.0, 4.0]
 
 
+def test_a_sum_is_not_made_in_memory_that_another_gradient_lies_in() -> None:
+    """`a` and the view of `b` get the same gradient, `b` a view of it; `a` gets another one before
+    `b` has used its own."""
+
+    def program() -> Any:
+        x, w = leaf(4), leaf(4)
+        b = x * 1
+        a = w * 1
+        t = a.sin()
+        s = a + b.view(2, 2).view(4)
+        (s * 1 + t).sum().backward()
+        return x.grad, w.grad
+
+    assert same(program)[0].tolist() == [1.0] * 4
+
+
 def test_a_saved_tensor_that_is_returned_as_gradient_is_not_changed() -> None:
     """With retain_graph it is still needed; it must be neither taken over nor added to."""
     table = torch.randn(2)

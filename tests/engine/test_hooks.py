@@ -93,6 +93,32 @@ def test_a_hook_that_changes_its_gradient_in_place() -> None:
     assert same(program).tolist() == [10.0, 10.0]
 
 
+def test_a_node_hook_sees_gradients_like_the_nodes_inputs() -> None:
+    """Summed over what was broadcast, and of the inputs' dtype."""
+
+    def program() -> Any:
+        log: list[Any] = []
+
+        def hook(grad_inputs: Any, grad_outputs: Any) -> None:
+            log.append([None if g is None else (list(g.shape), str(g.dtype)) for g in grad_inputs])
+
+        row, number, wide = leaf(), torch.tensor(2.0, requires_grad=True), leaf().double()
+        for y in (
+            row.expand(3, 2),
+            row + torch.ones(3, 1),
+            row * number,
+            torch.ones(3, 2) - number,
+            row * wide.detach(),
+            row.double(),
+            torch.addmm(row, torch.ones(3, 4), torch.ones(4, 2)),
+        ):
+            y.grad_fn.register_hook(hook)
+            y.sum().backward()
+        return log
+
+    assert same(program)[0] == [([2], "torch.float32")]
+
+
 def test_the_order_of_branches() -> None:
     def program() -> Any:
         log: list[Any] = []

@@ -253,6 +253,17 @@ def test_gradients_on_their_way_are_few() -> None:
     assert live.peak <= 4 * size * 4  # with the one given and y itself
 
 
+def test_gradients_of_one_value_are_summed_in_place() -> None:
+    size = 1000
+    x = torch.randn(size, requires_grad=True)
+    with LiveBytes() as live, sg.record():
+        y = x * 2.0
+        loss = sum(((y * float(i)).sum() for i in range(8)), torch.zeros(()))
+        live.peak = 0
+        loss.backward()
+    assert live.peak <= 3 * size * 4 + 64  # y, the sum, and what is added to it
+
+
 def test_the_fallback_keeps_nothing() -> None:
     x = torch.randn(1000, requires_grad=True)
     with LiveBytes() as live, sg.record():
