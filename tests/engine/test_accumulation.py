@@ -242,16 +242,18 @@ def test_views_a_hook_kept_are_not_added_to() -> None:
     assert sorted(k[0].item() for k in kept) == [2.0, 3.0, 4.0]
 
 
-def test_a_sum_is_not_made_in_memory_that_another_gradient_lies_in() -> None:
-    """`a` and the view of `b` get the same gradient, `b` a view of it; `a` gets another one before
-    `b` has used its own."""
+@pytest.mark.parametrize("viewed_first", [True, False])
+def test_a_sum_is_not_made_in_memory_that_another_gradient_lies_in(viewed_first: bool) -> None:
+    """Two values get one gradient, one of them as a view of it; the one that was made last gets
+    another gradient before the other has used its own."""
 
     def program() -> Any:
         x, w = leaf(4), leaf(4)
-        b = x * 1
-        a = w * 1
-        t = a.sin()
-        s = a + b.view(2, 2).view(4)
+        first = x * 1
+        last = w * 1
+        t = last.sin()
+        a, b = (first, last) if viewed_first else (last, first)
+        s = a.view(2, 2).view(4) + b
         (s * 1 + t).sum().backward()
         return x.grad, w.grad
 
