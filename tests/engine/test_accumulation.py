@@ -11,10 +11,17 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 import stowgrad as sg
+from stowgrad import engine
 from tests.parity import same
 
 # PyTorch's advice against backward(create_graph=True), which is just what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def every_sum_may_be_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of few elements are not even considered, for speed; the tensors here are small."""
+    monkeypatch.setattr(engine, "_SMALL", 0)
 
 
 def leaf(*shape: int) -> Tensor:
