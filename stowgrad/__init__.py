@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import torch_api  # noqa: F401 (puts a stand-in before PyTorch's engine)
 from .autograd import backward, grad
 from .context import recording
 from .errors import (

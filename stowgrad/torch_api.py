@@ -31,6 +31,7 @@ from .views import gradient_edge, producer
 
 _lock = threading.Lock()
 _users = 0
+_ever_bound = False
 _originals: list[tuple[Any, str, Any]] = []
 _MISSING = object()
 
@@ -39,8 +40,9 @@ torch.autograd.graph.Node.register(Node)  # isinstance(t.grad_fn, torch.autograd
 
 def bind() -> None:
     """Put our names in place; counted, so that the last `unbind` takes them away."""
-    global _users
+    global _users, _ever_bound
     with _lock:
+        _ever_bound = True
         _users += 1
         if _users > 1:
             return
@@ -83,7 +85,6 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (Tensor, "as_subclass", _make_as_subclass),
         (Tensor, "__reduce_ex__", _make_reduce),
         (torch.autograd.graph, "_get_grad_fn_or_grad_acc", _here(_node_of)),
-        (torch.autograd.Variable, "_execution_engine", _Engine),
         (torch.autograd.function._SingleLevelFunction, "apply", _make_apply),
         (C._functions, "DelayedError", _here(function.DelayedError)),
         (C._functions, "UndefinedGrad", _here(function.UndefinedGrad)),
@@ -386,8 +387,32 @@ def _make_apply(original: Any) -> Any:
 # -- the engine
 
 
+def _refuse_tracked(outputs: Any) -> None:
+    """Raise if PyTorch's graph of `outputs` holds a tensor that stowgrad tracks.
+
+    A backward that reaches such a tensor fails by its hook; one that is limited to some inputs may
+    go past it, and would give a gradient that lacks what flows through it.
+    """
+    todo: list[Any] = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
+    seen: set[Any] = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and graph.state(leaf) is not None:
+            raise OutsideRecordError(
+                f"PyTorch's own backward would go past a tensor ({describe(leaf)}) whose graph "
+                "stowgrad recorded, and leave out the gradient that flows through it. Run this "
+                "code inside record()."
+            )
+        todo.extend(fn for fn, _ in node.next_functions)
+
+
 class _Engine:
-    """Stands where PyTorch's engine object stands."""
+    """Stands where PyTorch's engine object stands, from the import of stowgrad on: outside
+    record() it passes everything on, once it has seen that no tracked tensor is involved."""
 
     def __init__(self, native: Any) -> None:
         self._native = native
@@ -415,6 +440,8 @@ class _Engine:
                     f"({describe(tensor)}) whose graph stowgrad recorded. Call it inside record(), "
                     "or use sg.backward()."
                 )
+        if inputs and _ever_bound:
+            _refuse_tracked(tensors)
         return self._native.run_backward(
             tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable,
             accumulate_grad,
@@ -527,3 +554,8 @@ def _enabled() -> bool:
 
 def _disable(message: str, fail_if_non_empty: bool = True) -> None:
     saved.disable_hooks(message)
+
+
+torch.autograd.Variable._execution_engine = _Engine(  # type: ignore[assignment]
+    torch.autograd.Variable._execution_engine
+)
