@@ -282,13 +282,18 @@ def in_format(x: Tensor, like: Tensor) -> Tensor:
     return x.contiguous()
 
 
+def _whole(parameter: Tensor | None) -> Tensor | None:
+    """The kernels of group norm read `parameter` as if its elements lay one after the other."""
+    return None if parameter is None else parameter.contiguous()
+
+
 def group_norm_forward(input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
     if input.dim() < 2:
         return aten.group_norm(input, num_groups, weight, bias, eps)  # which raises
     batch, channels = input.shape[:2]
     out, mean, rstd = aten.native_group_norm(
-        in_format(input, input), weight, bias, batch, channels, math.prod(input.shape[2:]),
-        num_groups, eps,
+        in_format(input, input), _whole(weight), _whole(bias), batch, channels,
+        math.prod(input.shape[2:]), num_groups, eps,
     )  # fmt: skip
     return out, {"mean": mean, "rstd": rstd}
 
@@ -299,7 +304,7 @@ def group_norm(g: Tensor, s: Any, needs: list[bool]) -> Any:
     x = s.input
     batch, channels = x.shape[:2]
     return aten.native_group_norm_backward(
-        in_format(g, x), in_format(x, x), s.mean, s.rstd, s.weight, batch, channels,
+        in_format(g, x), in_format(x, x), s.mean, s.rstd, _whole(s.weight), batch, channels,
         math.prod(x.shape[2:]), s.num_groups, needs,
     )  # fmt: skip
 
@@ -313,8 +318,8 @@ def native_group_norm(g: Any, s: Any, needs: list[bool]) -> Any:
     d_x = d_weight = d_bias = None
     if grad is not None:
         d_x, d_weight, d_bias = aten.native_group_norm_backward(
-            in_format(grad, x), in_format(x, x), s.mean, s.rstd, s.weight, s.N, s.C, s.HxW,
-            s.group, needs,
+            in_format(grad, x), in_format(x, x), s.mean, s.rstd, _whole(s.weight), s.N, s.C,
+            s.HxW, s.group, needs,
         )  # fmt: skip
     if needs[0] and (d_mean is not None or d_rstd is not None):
         shape = (s.N, s.group, 1)

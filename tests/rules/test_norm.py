@@ -261,3 +261,16 @@ def test_rms_norm_in_low_precision_rounds_as_pytorch_does():
         return x.grad, w.grad
 
     same(run)
+
+
+def test_group_norm_with_parameters_that_have_gaps_between_their_elements():
+    def step():
+        x = torch.arange(48.0, dtype=torch.float64).reshape(2, 4, 6).sin().requires_grad_()
+        pairs = torch.linspace(1, 2, 8, dtype=torch.float64).reshape(4, 2).requires_grad_()
+        y = F.group_norm(x, 2, pairs[:, 0], pairs[:, 1])
+        (first,) = torch.autograd.grad(y.sin().sum(), [x], create_graph=True)
+        return [y, first, *torch.autograd.grad(first.square().sum(), [x, pairs])]
+
+    expected = step()
+    with sg.record():
+        assert_close(plain(step()), plain(expected))
