@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -79,25 +80,42 @@ def view_tracking_excluded() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_VIEW_KEY)
 
 
+class Session(threading.local):
+    """The recording that this thread is in: an object that no other has, or None.
+
+    A scope that Ctrl-C struck as it was entered is left when the collector comes by, perhaps after
+    recording is over and everything is back in place, perhaps in another thread. So a scope that
+    changes the thread's state sees by this whether it is still its turn to change it back.
+    """
+
+    recording: object = None
+
+
+session = Session()
+
+
 @contextmanager
 def view_tracking() -> Iterator[None]:
     """Within: views are marked as such, wherever this is called."""
+    here = session.recording
     excluded = view_tracking_excluded()
     _set_excluded(_VIEW_KEY, False)
     try:
         yield
     finally:
-        _set_excluded(_VIEW_KEY, excluded)
+        if session.recording is here:
+            _set_excluded(_VIEW_KEY, excluded)
 
 
 @contextmanager
 def view_tracking_off() -> Iterator[None]:
+    here = session.recording
     excluded = view_tracking_excluded()
     exclude_view_tracking()
     try:
         yield
     finally:
-        if not excluded:
+        if not excluded and session.recording is here:
             include_view_tracking()
 
 
@@ -380,13 +398,14 @@ def dense(tensor: Tensor) -> bool:
 @contextmanager
 def autograd_included() -> Iterator[None]:
     """Within: PyTorch's autograd keys take part in dispatch again (the fallback needs them)."""
+    here = session.recording
     keys = [k for k in _AUTOGRAD_KEYS if torch._C._dispatch_tls_is_dispatch_key_excluded(k)]
     for key in keys:
         _set_excluded(key, False)
     try:
         yield
     finally:
-        for key in keys:
+        for key in keys if session.recording is here else ():
             _set_excluded(key, True)
 
 

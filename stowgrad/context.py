@@ -123,25 +123,27 @@ def backward_scope(create_graph: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        _exclude()
-        kept = [_private.pop_mode() for _ in above]
-        _private.push_mode(recorder)
-        for mode in reversed(kept):
-            _private.push_mode(mode)
-
+        if this_thread.recorder is recorder:  # else see _private.Session
+            _exclude()
+            kept = [_private.pop_mode() for _ in above]
+            _private.push_mode(recorder)
+            for mode in reversed(kept):
+                _private.push_mode(mode)
 
 
 @contextmanager
 def below_overrides() -> Iterator[None]:
     """Within: ops go past `__torch_function__`, as those of PyTorch's own backward do; user code
     that is called in there (`call_recorded`) has it as it was."""
+    here = this_thread.recorder
     outer = this_thread.overrides
     this_thread.overrides = _private.function_overrides()
     try:
         with _private.NoFunctionOverrides():
             yield
     finally:
-        this_thread.overrides = outer
+        if this_thread.recorder is here:
+            this_thread.overrides = outer
 
 
 @contextmanager
@@ -161,7 +163,8 @@ def suspended() -> Iterator[None]:
         try:
             yield
         finally:
-            this_thread.depth = depth
-            seam.user = user
-            if excluded:
-                _exclude()
+            if this_thread.recorder is recorder:
+                this_thread.depth = depth
+                seam.user = user
+                if excluded:
+                    _exclude()

@@ -244,9 +244,10 @@ class Recorder(TorchDispatchMode):
         try:
             yield
         finally:
-            _private.pop_mode()
-            if not excluded:
-                _include()
+            if this_thread.recorder is self:  # else see _private.Session
+                _private.pop_mode()
+                if not excluded:
+                    _include()
 
     def run(self, entry: Entry, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The kernel itself, unrecorded; what it returns is a finished view where it is one."""
@@ -540,7 +541,7 @@ class record(ContextDecorator):
                 guard = _private.BelowAutograd()
                 guard.__enter__()
                 thread.guard = guard
-                thread.recorder = Recorder()
+                thread.recorder = _private.session.recording = Recorder()
                 _exclude()
                 thread.recorder.__enter__()
                 seam.user = call_recorded
@@ -562,6 +563,7 @@ class record(ContextDecorator):
         if thread.depth == 0:
             recorder, guard, before = thread.recorder, thread.guard, thread.before
             thread.recorder = thread.guard = thread.before = None
+            _private.session.recording = None
             seam.user = None
             assert recorder is not None and before is not None
             try:

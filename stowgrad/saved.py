@@ -65,12 +65,16 @@ def push_hooks(pack: Pack, unpack: Unpack) -> None:
     Raises HooksDisabledError, with the message given there, where hooks are disabled; HookError
     for a pair that cannot be called.
     """
+    hooks.pairs.append(_pair_of(pack, unpack))
+
+
+def _pair_of(pack: Pack, unpack: Unpack) -> HookPair:
     if hooks.disabled is not None:
         raise HooksDisabledError(hooks.disabled)
     for role, fn in (("pack", pack), ("unpack", unpack)):
         if not callable(fn):
             raise HookError(f"the {role} hook is {type(fn).__name__}, which cannot be called")
-    hooks.pairs.append(HookPair(pack, unpack))
+    return HookPair(pack, unpack)
 
 
 def pop_hooks() -> HookPair:
@@ -102,22 +106,26 @@ def saved_tensors_hooks(pack: Pack, unpack: Unpack) -> Iterator[None]:
     torch.autograd.graph.saved_tensors_hooks.
     """
     depth = len(hooks.pairs)
+    pair = _pair_of(pack, unpack)
     try:
-        push_hooks(pack, unpack)
+        hooks.pairs.append(pair)
         yield
     finally:
-        del hooks.pairs[depth:]
+        if len(hooks.pairs) > depth and hooks.pairs[depth] is pair:  # else see _private.Session
+            del hooks.pairs[depth:]
 
 
 @contextmanager
 def disable_saved_tensors_hooks(message: str | None = None) -> Iterator[None]:
     """Within: entering saved-tensor hooks raises with `message`; nested uses restore."""
     before = hooks.disabled
+    ours = _DISABLED if message is None else message
     try:
         disable_hooks(message)
         yield
     finally:
-        hooks.disabled = before
+        if hooks.disabled is ours:
+            hooks.disabled = before
 
 
 def compose(*pairs: Any) -> HookPair:
