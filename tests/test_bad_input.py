@@ -21,8 +21,15 @@ import torch
 from torch import Tensor, nn
 
 import stowgrad as sg
-from stowgrad import engine
-from tests.helpers import backward_works, in_thread, in_threads, leaves_nothing_behind, opaque
+from stowgrad import context, engine
+from tests.helpers import (
+    backward_works,
+    in_thread,
+    in_threads,
+    leaves_nothing_behind,
+    opaque,
+    thread_state,
+)
 
 
 def leaf(*values: float) -> Tensor:
@@ -510,3 +517,29 @@ def test_ctrl_c_at_any_line(create_graph: bool, tmp_path: Path) -> None:
     assert struck > 10
     x.grad = None
     assert disk.files == []
+
+
+def test_a_scope_that_was_never_left_changes_nothing_later() -> None:
+    """Ctrl-C may strike as one is entered; the collector leaves it, at some time."""
+    with sg.record():
+        recorder = context.current_recorder()
+        scopes: list[Any] = [
+            context.backward_scope(False),
+            recorder.on(),
+            context.below_overrides(),
+            context.suspended(),
+            sg._private.view_tracking(),
+            sg.saved_tensors_hooks(lambda t: t, lambda p: p),
+        ]
+        for scope in scopes:
+            scope.__enter__()
+        sg.pop_hooks()
+    before = thread_state()
+    pair = (lambda t: t.clone()), (lambda p: p)
+    with sg.saved_tensors_hooks(*pair):
+        within = thread_state()
+        while scopes:
+            scopes.pop()
+        gc.collect()
+        assert thread_state() == within
+    assert thread_state() == before
