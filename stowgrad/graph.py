@@ -337,6 +337,8 @@ def accumulate(variable: Tensor, grad: Tensor) -> None:
                 f"{variable.device}"
             )
         grad = grad.to(variable.device)  # a number that was used with tensors of another device
+    if variable.layout is torch.sparse_coo and grad.layout is torch.strided:
+        grad = grad.to_sparse()  # the same numbers, in the one layout that its .grad may have
     old = variable.grad
     if old is None:
         if torch.is_grad_enabled():

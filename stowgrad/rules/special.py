@@ -20,7 +20,8 @@ _SLOPE = 2 / math.sqrt(math.pi)  # erf'(x) = _SLOPE exp(-x^2)
 vjp(aten.erf, "self", self=lambda g, s: g * ((-s.self * s.self).exp() * _SLOPE))
 vjp(aten.erfc, "self", self=lambda g, s: g * ((-s.self * s.self).exp() * -_SLOPE))
 vjp(aten.special_erfcx, "self out", self=lambda g, s: g * ((s.self + s.self) * s.out - _SLOPE))
-vjp(aten.erfinv, "out", self=lambda g, s: g * ((s.out * s.out).exp() / _SLOPE))
+vjp(aten.erfinv, "self",  # not its output: PyTorch lets that be changed in place
+    self=lambda g, s: g * (s.self.erfinv().square().exp() / _SLOPE))
 vjp(aten.special_ndtri, "out",
     self=lambda g, s: g * ((s.out * s.out * 0.5).exp() * math.sqrt(2 * math.pi)))
 vjp(aten.special_log_ndtr, "self out",

@@ -106,3 +106,17 @@ def test_a_sparse_product_that_needs_no_gradient_is_whole_too():
 @pytest.mark.parametrize("name", ["sparse.sampled_addmm", "sparse.mm.reduce"])
 def test_op_database(name):
     assert_by_rule(name, torch.float64, limit=8, second=False)
+
+
+def test_a_sparse_leaf_gets_the_dense_gradient_of_a_product_in_its_own_layout() -> None:
+    entries = torch.tensor([[0, 1], [1, 0]]), torch.ones(2)
+
+    def gradient() -> torch.Tensor:
+        a = torch.sparse_coo_tensor(*entries, (2, 2), requires_grad=True)
+        (a @ torch.ones(2, 3)).sum().backward()
+        return a.grad
+
+    expected = gradient()
+    with sg.record():
+        got = gradient()
+    torch.testing.assert_close(got.to_dense(), expected)

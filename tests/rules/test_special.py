@@ -84,3 +84,12 @@ def test_the_slope_of_erf_is_the_normal_density():
 @pytest.mark.parametrize("fn", [torch.special.i1, torch.lgamma, lambda x: torch.mvlgamma(x, 2)])
 def test_formulas_are_mapped_over_a_batch_of_gradients(fn):
     batched(lambda x: fn(x.abs() + 1), matrix(2, 3))
+
+
+def test_the_result_of_erfinv_may_be_changed_in_place() -> None:
+    x = torch.tensor([0.3, -0.5], dtype=torch.float64, requires_grad=True)
+    x.erfinv().mul_(2).sum().backward()
+    expected, x.grad = x.grad, None
+    with sg.record():
+        x.erfinv().mul_(2).sum().backward()
+    torch.testing.assert_close(x.grad, expected)
