@@ -265,8 +265,8 @@ class CopySlices(Node):
         )
         if not plain:  # replay the view rather than describe it by strides
             like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
-            with torch.no_grad(), _private.view_tracking():
-                self._view_meta = _private.replay_view(view, like)
+            with torch.no_grad():
+                self._view_meta = call_user(_private.replay_view, view, like)
         self._dtypes = (base.dtype, view.dtype)
         me = weakref.ref(self)  # not a circle; `inner` lives no longer than this does
         inner.within = lambda: me().changed_part()  # type: ignore[union-attr]

@@ -104,6 +104,28 @@ def test_a_retained_gradient_follows_a_view_whose_base_changes() -> None:
     same(step)
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
+
+
+def test_a_custom_function_changes_a_view_of_another_dtype() -> None:
+    def step() -> Any:
+        w = torch.ones(3, 2, requires_grad=True)
+        x = w * torch.arange(6.0).reshape(3, 2)
+        y = Twice.apply(torch.view_as_complex(x))
+        (torch.view_as_real(y) * x).sum().backward()
+        return [y.is_leaf, x, w.grad]
+
+    same(step)
+
+
 def test_the_flag_of_an_unwatched_view_may_be_set_after_its_base_changed() -> None:
     def step() -> Any:
         x = leaf() * 2
