@@ -533,6 +533,7 @@ def test_a_scope_that_was_never_left_changes_nothing_later() -> None:
         ]
         for scope in scopes:
             scope.__enter__()
+        del scope
         sg.pop_hooks()
     before = thread_state()
     pair = (lambda t: t.clone()), (lambda p: p)
