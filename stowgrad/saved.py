@@ -200,6 +200,38 @@ class Watcher(Protocol):
 watchers: list[Watcher] = []  # of all threads; empty unless something is being measured
 
 
+class _Packed:
+    """What stands for a saved tensor that a hook packed. Made whole and put in place in one step,
+    so that a thread that unpacks never sees parts of two.
+
+    `probe` and `storage`: the tensor's version counter and its storage, both without its memory;
+    `aliased`: whether `value`, which `pack` returned, still lives in that memory. `handed`: what
+    `unpack` returned last, if that outlives its use.
+    """
+
+    __slots__ = (
+        "aliased", "explicit", "handed", "info", "pair", "probe", "storage", "value", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, tensor: Tensor, value: Any, pair: HookPair, info: SavedInfo, explicit: bool
+    ) -> None:
+        self.value = value
+        self.pair = pair
+        self.info = info
+        self.explicit = explicit
+        self.version: int = tensor._version
+        self.aliased = _keeps_alias(value, tensor)
+        self.handed: _Handed | None = None
+        self.storage: _private.StorageRef | None = None
+        self.probe: Tensor | None = None
+        if _private.has_plain_storage(tensor):
+            self.storage = _private.StorageRef(tensor)
+            self.probe = _private.version_probe(tensor)
+        elif self.aliased:
+            self.probe = _private.alias(tensor)
+
+
 class SavedTensor:
     """One tensor kept for one node's backward.
 
@@ -209,18 +241,11 @@ class SavedTensor:
     """
 
     __slots__ = (
-        "__weakref__", "_aliased", "_data", "_edge", "_explicit", "_handed", "_info", "_output",
-        "_packed", "_pair", "_probe", "_storage", "_tick", "_version", "name", "op", "where",
+        "__weakref__", "_data", "_edge", "_output", "_packed", "_tick", "_version", "name", "op",
+        "where",
     )  # fmt: skip
 
     _data: Tensor | None
-    _info: SavedInfo | None
-    # of a packed tensor: its version counter and storage, both without its memory, and whether
-    # what `pack` returned still lives in that memory
-    _probe: Tensor | None
-    _storage: _private.StorageRef | None
-    _aliased: bool
-    _handed: _Handed | None  # what `unpack` returned last, if that outlives its use
 
     def __init__(
         self,
@@ -236,7 +261,7 @@ class SavedTensor:
         self.where = where
         self._output = output
         self._edge = edge
-        self._pair: HookPair | None = None
+        self._packed: _Packed | None = None
         self._tick = changes.tick
         try:
             self._version: int = tensor._version
@@ -248,9 +273,8 @@ class SavedTensor:
         if output is not None:
             tensor = _private.alias(tensor)
         if hooks.pairs and not hooks.ignored:
-            self._explicit = False
             self._data = None
-            self._pack(tensor, hooks.pairs[-1])
+            self._pack(tensor, hooks.pairs[-1], explicit=False)
         else:
             self._data = tensor
             if watchers:
@@ -271,7 +295,7 @@ class SavedTensor:
         the log of in-place changes was at `tick`."""
         self = cls.__new__(cls)
         self.name, self.op, self.where = name, op, where
-        self._output, self._edge, self._pair = None, edge, None
+        self._output, self._edge, self._packed = None, edge, None
         self._data, self._version, self._tick = tensor, version, tick
         return self
 
@@ -286,25 +310,27 @@ class SavedTensor:
         Raises GraphFreedError after release, SavedTensorChanged if the tensor was changed in
         place since, HookError if `unpack` did not return such a tensor.
         """
-        pair = self._pair
-        if pair is None:
-            data = self._data
-            if data is None:
+        edge = self._edge  # first of all: another thread may release it all at any moment
+        packed, data = self._packed, self._data
+        if packed is None and data is None:
+            packed = self._packed  # or may have packed it just now
+            if packed is None:
                 raise self._released()
+        if packed is None:
+            assert data is not None
             if data._version != self._version:
-                raise self._changed(data._version)
+                raise self._changed(data._version, data)
             if self._output is None or not graph:
                 return data
             plain = _private.alias(data)
         else:
-            plain = self._call_unpack(pair)
+            plain = self._call_unpack(packed)
             if not graph:
                 return plain
             if not _private.native_requires_grad(plain):
-                if self._edge is None and self._output is None:
+                if edge is None and self._output is None:
                     return plain
             plain = _private.alias(plain)
-        edge = self._edge
         if self._output is not None:
             if node is None:
                 return plain
@@ -313,17 +339,16 @@ class SavedTensor:
             attach(plain, edge.settled())
         return plain
 
-    def _call_unpack(self, pair: HookPair) -> Tensor:
-        version = self._probe._version if self._probe is not None else self._version
-        changed = version != self._version
-        if changed and self._aliased:
-            raise self._changed(version)
-        handed = self._handed
+    def _call_unpack(self, packed: _Packed) -> Tensor:
+        version = packed.probe._version if packed.probe is not None else packed.version
+        changed = version != packed.version
+        if changed and packed.aliased:
+            raise self._changed(version, packed)
+        handed = packed.handed
         written = handed.probe._version if handed is not None else 0
         with torch.no_grad():
-            result = call_user(pair.unpack, self._packed)
-        info = self._info
-        assert info is not None
+            result = call_user(packed.pair.unpack, packed.value)
+        info = packed.info
         if not isinstance(result, Tensor):
             raise HookError(
                 f"the unpack hook of {self} returned {type(result).__name__}, not a tensor"
@@ -333,8 +358,9 @@ class SavedTensor:
                 f"the unpack hook of {self} returned {describe(result)} on {result.device}; what "
                 f"was packed is {_brief(info)} on {info.device}"
             )
-        if changed and self._storage is not None and self._storage.holds(result):
-            raise self._changed(version)  # an alias that the search after `pack` did not find
+        if changed and packed.storage is not None and packed.storage.holds(result):
+            # an alias that the search after `pack` did not find
+            raise self._changed(version, packed)
         if handed is not None and handed.version != written == handed.probe._version:
             if handed.holds(result):
                 raise SavedTensorChanged(
@@ -342,7 +368,7 @@ class SavedTensor:
                     "it, and the hook has returned the same memory again. Return a copy from it, "
                     "or change a copy in the backward that uses it."
                 )
-        self._handed = None if self._aliased or _private.fresh(result, 1) else _Handed(result)
+        packed.handed = None if packed.aliased or _private.fresh(result, 1) else _Handed(result)
         return result
 
     # -- hooks on this one tensor
@@ -353,7 +379,8 @@ class SavedTensor:
         On a tensor that default hooks packed, it is unpacked and packed again. Raises HookError
         if it has a registered pair already (see `replace_hooks`), GraphFreedError after release.
         """
-        if self._pair is not None and self._explicit:
+        packed = self._packed
+        if packed is not None and packed.explicit:
             raise HookError(
                 f"{self} has hooks already, and only one pair is allowed at a time. Use "
                 "replace_hooks() to put another in its place."
@@ -366,70 +393,61 @@ class SavedTensor:
             if not callable(fn):
                 raise HookError(f"the {role} hook is {type(fn).__name__}, which cannot be called")
         tensor = self.unpack(graph=False)
-        self._pack(_private.alias(tensor), HookPair(pack, unpack))
-        self._explicit = True
+        self._pack(_private.alias(tensor), HookPair(pack, unpack), explicit=True)
         self._data = None
 
     def remove_hooks(self) -> None:
         """Unpack and keep the plain tensor from here on."""
-        if self._pair is not None:
-            data = _private.alias(self._call_unpack(self._pair))
+        packed = self._packed
+        if packed is not None:
+            data = _private.alias(self._call_unpack(packed))
             if self._edge is not None:  # an output gets its edge when it is unpacked
                 attach(data, self._edge.settled())
+            self._version, self._tick = data._version, changes.tick
             self._data = data
-            self._version = data._version
-            self._packed = self._info = None
-            self._pair = None
-            self._probe = self._storage = self._handed = None
+            self._packed = None
             if watchers:
-                _tell(self, self._data)
+                _tell(self, data)
 
-    def _pack(self, tensor: Tensor, pair: HookPair) -> None:
+    def _pack(self, tensor: Tensor, pair: HookPair, explicit: bool) -> None:
         # Metadata first: once `pack` has returned, nothing here refers to the tensor.
         info = self._describe(tensor, "packed")
         version = tensor._version
         with torch.no_grad():
-            packed = call_user(_told, pair.pack, info, tensor)
+            value = call_user(_told, pair.pack, info, tensor)
         if tensor._version != version:
             raise HookError(
                 f"the pack hook of {self} changed its input in place ({describe(tensor)}): work "
                 "on a clone of it."
             )
-        self._info, self._packed, self._pair = info, packed, pair
-        self._version = version
-        self._handed = None
-        self._aliased = aliased = _keeps_alias(packed, tensor)
-        if _private.has_plain_storage(tensor):
-            self._probe = _private.version_probe(tensor)
-            self._storage = _private.StorageRef(tensor)
-        else:
-            self._probe = _private.alias(tensor) if aliased else None
-            self._storage = None
+        self._tick = changes.tick
+        self._packed = _Packed(tensor, value, pair, info, explicit)
         if watchers:
-            _tell(self, tensor if aliased else None)
+            _tell(self, tensor if self._packed.aliased else None)
 
     # -- asking
 
     def info(self) -> SavedInfo:
         """Who saved this tensor, what it is, and what state it is in. Runs no hook."""
-        if self._pair is not None:
-            assert self._info is not None
-            return self._info
-        if self._data is None:
+        packed, data = self._packed, self._data
+        if packed is not None:
+            return packed.info
+        if data is None:
             raise self._released()
-        return self._describe(self._data, "live")
+        return self._describe(data, "live")
 
     @property
     def state(self) -> str:
         """ "live", "packed" or "released"."""
-        if self._pair is not None:
+        if self._packed is not None:
             return "packed"
         return "released" if self._data is None else "live"
 
     @property
     def packed(self) -> Any:
         """What the pack hook returned; None where no hook applies."""
-        return self._packed if self._pair is not None else None
+        packed = self._packed
+        return None if packed is None else packed.value
 
     def _describe(self, tensor: Tensor, state: str) -> SavedInfo:
         base = tensor._base
@@ -453,12 +471,7 @@ class SavedTensor:
 
     def release(self) -> None:
         """Let go of the tensor or of what `pack` made of it. Further use raises."""
-        self._data = None
-        self._edge = None
-        if self._pair is not None:
-            self._packed = self._info = None
-            self._pair = None
-            self._probe = self._storage = self._handed = None
+        self._data = self._packed = self._edge = None
         if watchers:
             _tell(self, None)
 
@@ -470,21 +483,23 @@ class SavedTensor:
             "backward through the graph a second time or to access saved tensors after backward."
         )
 
-    def _changed(self, version: int) -> SavedTensorChanged:
-        data = self._data
-        if data is not None:
-            plain = _private.has_plain_storage(data)
-            what, key = describe(data), _private.storage_key(data) if plain else None
+    def _changed(self, version: int, kept: Tensor | _Packed) -> SavedTensorChanged:
+        key: int | None = None
+        if isinstance(kept, _Packed):
+            what, saved_at = _brief(kept.info), kept.version
+            if kept.storage is not None:
+                key = kept.storage.key
         else:
-            assert self._info is not None
-            what, key = _brief(self._info), self._storage.key if self._storage else None
+            what, saved_at = describe(kept), self._version
+            if _private.has_plain_storage(kept):
+                key = _private.storage_key(kept)
         where = locate(self.where)
         return SavedTensorChanged(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: '{self.name}' ({what}), saved by {self.op}"
             f"{' at ' + where if where else ''} for its backward, was changed in place"
-            f"{_changed_by(key, self._tick, self._version)} (version {version}, saved at "
-            f"{self._version}). Change a copy instead (`x = x + d` for `x += d`), or run backward "
+            f"{_changed_by(key, self._tick, saved_at)} (version {version}, saved at {saved_at}). "
+            "Change a copy instead (`x = x + d` for `x += d`), or run backward "
             "first."
         )
 

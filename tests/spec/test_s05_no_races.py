@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,6 +138,49 @@ def test_s05_a_graph_that_another_thread_frees_gives_right_gradients_or_an_error
             assert_close(x.grad, want * len(done))
         else:
             assert x.grad is None
+
+
+@columns(eager)
+def test_s05_hooks_that_change_while_other_threads_unpack(run: Any) -> None:
+    """A thread puts hooks on saved tensors and takes them off again; those that run see a pair and
+    what that pair packed, or the plain tensor, and never parts of two."""
+    x = torch.randn(20, dtype=torch.float64, requires_grad=True)
+
+    def forward(x: Tensor) -> tuple[Tensor, list[Any]]:
+        nodes = []
+        for _ in range(10):
+            x = (x * 1.1).sin()
+            nodes.append(x.grad_fn)
+        return x.sum(), nodes
+
+    want = torch.autograd.grad(forward(x)[0], x)[0]
+    with sg.record():
+        loss, nodes = forward(x)
+        saved = [node._raw_saved_self for node in nodes]
+    over = threading.Event()
+
+    def meddle() -> None:
+        for i in itertools.count():
+            if over.is_set():
+                return
+            if i % 3:
+                saved[i % 10].replace_hooks(lambda t, i=i: (i, t + i), lambda p: p[1] - p[0])
+            else:
+                saved[i * 7 % 10].remove_hooks()
+
+    def work() -> None:
+        for _ in range(10):
+            with sg.record():
+                run(loss, retain_graph=True)
+
+    def workers() -> None:
+        try:
+            in_threads([work] * 3)
+        finally:
+            over.set()
+
+    in_threads([meddle, workers])
+    assert_close(x.grad, 30 * want)
 
 
 @columns(eager)
