@@ -38,6 +38,7 @@ _DIFFERENTIABLE = frozenset(
     if isinstance(d, torch.dtype) and (d.is_floating_point or d.is_complex)
 )
 anomaly_enabled = torch.is_anomaly_enabled
+_PLAIN = Kind.PLAIN  # an enum member is slow to look up, and this is asked of every op
 _include = _private.include_view_tracking
 _exclude = _private.exclude_view_tracking
 
@@ -84,7 +85,7 @@ class Recorder(TorchDispatchMode):
             entry = entry_of(func)
         if entry.made_of_ops:
             _private.resolve_lazy_views()
-        if entry.kind is not Kind.PLAIN and _grad_enabled() and not _inference():
+        if entry.kind is not _PLAIN and _grad_enabled() and not _inference():
             if not kwargs:
                 rule = entry.fast
                 if rule is not None and not (entry.composite and _private.modes_beneath()):

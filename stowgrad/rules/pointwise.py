@@ -27,7 +27,9 @@ vjp(aten.sub, self=lambda g, s: g,
 vjp(aten.rsub, other=lambda g, s: g,
     self=lambda g, s: -g if s.alpha == 1 else g * -conj(s.alpha))
 vjp(aten.mul, "self other",
-    self=lambda g, s: g * conj(s.other), other=lambda g, s: g * conj(s.self))
+    # a factor of a real product is real: the commonest of all rules asks no more than it must
+    self=lambda g, s: g * (conj(s.other) if g.is_complex() else s.other),
+    other=lambda g, s: g * (conj(s.self) if g.is_complex() else s.self))
 vjp(aten.div.Tensor, "self other",
     self=lambda g, s: g / conj(s.other),
     other=lambda g, s: g * conj(s.self / s.other / -s.other))
