@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 
 FAMILIES = (
     "constant",
@@ -34,12 +35,20 @@ FAMILIES = (
 )
 
 _loaded = False
+_loading = threading.RLock()
 
 
 def load() -> None:
-    """Import every family once. Kept out of `import stowgrad`, which stays quick."""
+    """Import every family once. Kept out of `import stowgrad`, which stays quick.
+
+    A thread that comes while another loads waits for it: what it finds is remembered, and half a
+    table would send ops through the fallback for good.
+    """
     global _loaded
-    if not _loaded:
-        _loaded = True
-        for family in FAMILIES:
-            importlib.import_module(f"{__name__}.{family}")
+    if _loaded:
+        return
+    with _loading:
+        if not _loaded:
+            for family in FAMILIES:
+                importlib.import_module(f"{__name__}.{family}")
+            _loaded = True
