@@ -9,6 +9,7 @@ parts; the fallback.
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,7 @@ _fresh = {
 }  # fmt: skip
 
 _entries: dict[Any, Entry] = {}
+_resolving = threading.RLock()
 # overload -> handler(recorder, entry, func, args, kwargs)
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 
@@ -119,7 +121,10 @@ SPECIAL: dict[Any, Callable[..., Any]] = {}
 def entry_of(func: Any) -> Entry:
     entry = _entries.get(func)
     if entry is None:
-        entry = _entries[func] = _resolve(func)
+        with _resolving:  # a rule that is used for the first time makes its tables then
+            entry = _entries.get(func)
+            if entry is None:
+                entry = _entries[func] = _resolve(func)
     return entry
 
 
