@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +223,48 @@ def test_s05_entering_and_leaving_while_another_thread_trains_without_us() -> No
 
     in_threads([plain, entering, entering])
     assert_close([p.grad for p in params], want)
+
+
+FIRST_USE = """
+import sys, threading
+import torch
+import stowgrad as sg
+
+sys.setswitchinterval(1e-6)
+start, wrong = threading.Barrier(8), []
+
+def work():
+    x = torch.ones(3, requires_grad=True)
+    start.wait()
+    with sg.record():
+        y = x
+        for op in (torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.square):
+            y = op(y) * 1.5
+            if y.grad_fn.next_functions[0][0].name().startswith("Fallback"):
+                wrong.append(op)
+        y.sum().backward()
+    want = torch.ones(3, requires_grad=True)
+    z = want
+    for op in (torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.square):
+        z = op(z) * 1.5
+    (g,) = torch.autograd.grad(z.sum(), want)
+    if not torch.allclose(g, x.grad):
+        wrong.append("gradient")
+
+threads = [threading.Thread(target=work) for _ in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+print("wrong:", wrong)
+"""
+
+
+def test_s05_threads_that_are_the_first_to_record_in_a_process() -> None:
+    """What is made on first use is made once, and whole."""
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_USE],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(sg.__file__).parents[1])},
+        check=False,
+    )
+    assert done.stdout.strip() == "wrong: []", done.stdout + done.stderr
