@@ -69,7 +69,7 @@ def test_a_random_program(fails: Callable[[Program], str], number: int) -> None:
 @pytest.mark.slow
 @KINDS
 @seed(5000)
-@settings(profile, max_examples=2000)
+@settings(profile, max_examples=500)
 @given(number=st.integers(0, 2**32))
 def test_many_random_programs(fails: Callable[[Program], str], number: int) -> None:
     check(number, fails)
