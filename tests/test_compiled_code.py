@@ -57,6 +57,7 @@ def test_scripted_code_has_pytorchs_gradients():
 def test_code_that_torchscript_compiled_before_says_so():
     scripted = torch.jit.script(gelu)
     gelu_gradients(scripted)
-    with sg.record(), pytest.raises(sg.OutsideRecordError, match="TorchScript compiled it.*Call it inside first"):
+    advice = r"TorchScript compiled it.*Call it inside first"
+    with sg.record(), pytest.raises(sg.OutsideRecordError, match=advice):
         gelu_gradients(scripted)
     gelu_gradients(scripted)
