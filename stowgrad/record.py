@@ -92,15 +92,7 @@ class Recorder(TorchDispatchMode):
                     return self._record_fast(entry, rule, args)
                 kwargs = {}
             count = 0
-            for a in args:
-                if isinstance(a, Tensor):
-                    if _tracked(a):
-                        count += 1
-                elif type(a) is list or type(a) is tuple:
-                    for b in a:
-                        if isinstance(b, Tensor) and _tracked(b):
-                            count += 1
-            for a in kwargs.values():
+            for a in (*args, *kwargs.values()) if kwargs else args:
                 if isinstance(a, Tensor):
                     if _tracked(a):
                         count += 1
