@@ -96,7 +96,7 @@ def _replay_view(view: Tensor) -> Edge:
     base = view._base
     assert base is not None
     if meta != _private.CreationMeta.DEFAULT:
-        raise InPlaceError(_replay_message(meta, view))
+        raise InPlaceError(_message(meta, view, _BASE_CHANGED))
     with torch.enable_grad():
         fresh = call_user(_private.replay_view, view, base)
     found = gradient_edge(fresh)
@@ -113,50 +113,35 @@ _NO_GRAD_ADVICE = (
 )
 
 
-def _replay_message(meta: Any, view: Tensor) -> str:
+_BASE_CHANGED = "its base or another view of its base has been modified inplace"
+_CHANGING = "is being modified inplace"
+
+
+def _message(meta: Any, view: Tensor, what: str) -> str:
+    """Why `what` (one of the two above) may not happen to a view of this kind."""
     kinds = _private.CreationMeta
     if meta == kinds.NO_GRAD_MODE:
         return (
-            f"A view ({describe(view)}) was created in no_grad mode and its base or another view "
-            f"of its base has been modified inplace with grad mode enabled. {_NO_GRAD_ADVICE}"
+            f"A view ({describe(view)}) was created in no_grad mode and {what} with grad mode "
+            f"enabled. {_NO_GRAD_ADVICE}"
         )
     if meta == kinds.INFERENCE_MODE:
+        mode = "with grad mode enabled " if what == _BASE_CHANGED else ""
         return (
-            f"A view ({describe(view)}) was created in inference mode and its base or another "
-            "view of its base has been modified inplace with grad mode enabled in normal mode. "
-            "Create the view outside inference_mode()."
+            f"A view ({describe(view)}) was created in inference mode and {what} {mode}in "
+            "normal mode. Create the view outside inference_mode()."
         )
     edge = graph.state(view)
     source = f"Output {edge.index} of {edge.node.name()}" if edge is not None else "A tensor"
     if meta == kinds.IN_CUSTOM_FUNCTION:
         return (
             f"{source} ({describe(view)}) is a view created inside a custom Function (or because "
-            "an input was returned as-is) and its base or another view of its base has been "
-            "modified inplace. Clone the output of the custom Function."
+            f"an input was returned as-is) and {what}. Clone the output of the custom Function."
         )
     return (
-        f"{source} ({describe(view)}) is a view and its base or another view of its base has been "
-        "modified inplace. This view is the output of a function that returns multiple views. Such "
-        "functions do not allow the output views to be modified inplace. You should replace the "
-        "inplace operation by an out-of-place one."
-    )
-
-
-def _inplace_message(meta: Any, view: Tensor) -> str:
-    kinds = _private.CreationMeta
-    if meta == kinds.NO_GRAD_MODE:
-        return (
-            f"A view ({describe(view)}) was created in no_grad mode and is being modified inplace "
-            f"with grad mode enabled. {_NO_GRAD_ADVICE}"
-        )
-    if meta == kinds.INFERENCE_MODE:
-        return (
-            f"A view ({describe(view)}) was created in inference mode and is being modified "
-            "inplace in normal mode. Create the view outside inference_mode()."
-        )
-    return _replay_message(meta, view).replace(
-        "and its base or another view of its base has been modified inplace", "and is being "
-        "modified inplace"
+        f"{source} ({describe(view)}) is a view and {what}. This view is the output of a function "
+        "that returns multiple views. Such functions do not allow the output views to be modified "
+        "inplace. You should replace the inplace operation by an out-of-place one."
     )
 
 
@@ -165,7 +150,7 @@ def check_inplace(target: Tensor) -> None:
     if target._is_view():
         meta = _private.creation_meta(target)
         if meta != _private.CreationMeta.DEFAULT:
-            raise InPlaceError(_inplace_message(meta, target))
+            raise InPlaceError(_message(meta, target, _CHANGING))
         base = target._base
         if base is not None and _tracked(base) and graph.state(base) is None:
             raise InPlaceError(

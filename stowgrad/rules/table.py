@@ -25,7 +25,7 @@ only if the gradient of `a` or `b` is needed.
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -517,7 +517,3 @@ def nondifferentiable(*ops: Any) -> None:
             NONDIFFERENTIABLE.update(getattr(op, n) for n in op.overloads())
         else:
             NONDIFFERENTIABLE.add(op)
-
-
-def has_rule(ops: Iterable[Any]) -> list[Any]:
-    return [op for op in ops if op in RULES]
