@@ -32,7 +32,7 @@ def chain_time(options: Options) -> Pairs:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield from times(chain(), options.samples or 51, repeat=20)
+        yield from times(chain(), options.samples or 301, repeat=4)
     finally:
         torch.set_num_threads(threads)
 

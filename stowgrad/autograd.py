@@ -113,13 +113,7 @@ def run_backward(
             targets.append(edge)
     del output, grad
     with backward_scope(create_graph), below_overrides():
-        captured = engine.run(
-            roots,
-            keep_graph=keep_graph,
-            create_graph=create_graph,
-            inputs=targets,
-            accumulate=accumulate,
-        )
+        captured = engine.run(roots, keep_graph, create_graph, targets, accumulate)
     if accumulate:
         return ()
     if not allow_unreachable and any(g is None for g in captured):

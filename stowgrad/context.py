@@ -131,19 +131,24 @@ def backward_scope(create_graph: bool) -> Iterator[None]:
                 _private.push_mode(mode)
 
 
-@contextmanager
-def below_overrides() -> Iterator[None]:
+class below_overrides:
     """Within: ops go past `__torch_function__`, as those of PyTorch's own backward do; user code
     that is called in there (`call_recorded`) has it as it was."""
-    here = this_thread.recorder
-    outer = this_thread.overrides
-    this_thread.overrides = _private.function_overrides()
-    try:
-        with _private.NoFunctionOverrides():
-            yield
-    finally:
-        if this_thread.recorder is here:
-            this_thread.overrides = outer
+
+    __slots__ = ("_guard", "_here", "_outer")
+
+    def __enter__(self) -> None:
+        thread = this_thread
+        self._here = thread.recorder
+        self._outer = thread.overrides
+        thread.overrides = _private.function_overrides()
+        self._guard = _private.NoFunctionOverrides()
+        self._guard.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._guard.__exit__(*exc)
+        if this_thread.recorder is self._here:
+            this_thread.overrides = self._outer
 
 
 @contextmanager

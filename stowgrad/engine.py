@@ -15,13 +15,13 @@ This module knows nodes and edges; nothing of modes, rules or policies.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,22 +34,26 @@ from .graph import AccumulateNode, Edge, Node, NodeHooks, call_user, locate
 Grads = list[Tensor | None]
 
 
-@dataclass
 class Task:
     """One call of `run`, and what code running inside it may ask about."""
 
-    id: int
-    create_graph: bool
-    keep_graph: bool
-    grad_mode: bool  # around it
-    node: Node | None = None
+    captured: Collection[Node] = ()  # gradients are captured there
     needed: set[Node] | None = None  # None: all nodes
+    node: Node | None = None
+    reachable: dict[Node, int]
     root: Node | None = None  # where it starts, if that is one place
-    captured: set[Node] = field(default_factory=set)  # gradients are captured there
-    reachable: dict[Node, int] = field(default_factory=dict)
-    callbacks: list[Callable[[], Any]] = field(default_factory=list)
-    # what hooks keep until it is over, or until the key is gone
-    notes: weakref.WeakKeyDictionary[Any, Any] = field(default_factory=weakref.WeakKeyDictionary)
+
+    def __init__(self, create_graph: bool, keep_graph: bool) -> None:
+        self.id = next(_task_ids)
+        self.create_graph = create_graph
+        self.keep_graph = keep_graph
+        self.grad_mode = torch.is_grad_enabled()  # around it
+        self.callbacks: list[Callable[[], Any]] = []
+
+    @functools.cached_property
+    def notes(self) -> weakref.WeakKeyDictionary[Any, Any]:
+        """What hooks keep until it is over, or until the key is gone."""
+        return weakref.WeakKeyDictionary()
 
 
 class _Tasks(threading.local):
@@ -85,7 +89,6 @@ def abandon(keep: int) -> None:
 
 def run(
     roots: Sequence[tuple[Edge, Tensor]],
-    *,
     keep_graph: bool = False,
     create_graph: bool = False,
     inputs: Sequence[Edge] | None = None,
@@ -97,7 +100,7 @@ def run(
     `accumulate`: leaves among `inputs` (or all leaves, without `inputs`) add to their `.grad`.
     Raises what a hook or a rule raises; callbacks and state are cleaned up in every case.
     """
-    task = Task(next(_task_ids), create_graph, keep_graph, torch.is_grad_enabled())
+    task = Task(create_graph, keep_graph)
     dependencies = task.reachable = _count_edges(edge.node for edge, _ in roots)
     captures: dict[Node, list[tuple[int, int]]] | None = None
     if inputs is not None:
@@ -187,11 +190,21 @@ def _loop(
             if grad_in is not None and (needs is None or needs[position]):
                 if grad_in.shape != next_edge.shape or grad_in.dtype is not next_edge.dtype:
                     grad_in = fit(grad_in, next_edge, node, position)
-                if target.outputs == 1 and target not in arrived:  # the common case, inlined
+                # the common cases, of _deliver too, written out
+                slots = arrived.get(target)
+                if slots is None and target.outputs == 1:
                     arrived[target] = [grad_in]
+                elif (
+                    slots is not None
+                    and target.outputs == 1
+                    and (old := slots[0]) is not None
+                    and old.numel() < _SMALL
+                    and old.layout is _STRIDED
+                ):
+                    slots[0] = old + grad_in
                 else:
                     holder = [grad_in]
-                    grad_in = None
+                    grad_in = old = None  # held by nobody else: it may be added to in place
                     _deliver(arrived, next_edge, holder, in_place)
             grad_in = None
             left = dependencies[target] - 1
@@ -281,6 +294,7 @@ def _deliver(arrived: dict[Node, Grads], edge: Edge, grad: Any, in_place: bool) 
         slots[edge.index] = old + new
 
 
+_STRIDED = torch.strided
 _SMALL = 512  # elements; to ask whether a sum may be made in place costs more than to make it anew
 
 

@@ -94,7 +94,9 @@ class Node:
     Public to users as `tensor.grad_fn`, with the methods of `torch.autograd.graph.Node`.
     """
 
-    __slots__ = ("__weakref__", "_metadata", "edges", "hooks", "outputs", "seq", "where", "within")
+    __slots__ = (
+        "__weakref__", "_metadata", "code", "edges", "hooks", "offset", "outputs", "seq", "within",
+    )  # fmt: skip
 
     edges: Sequence[Edge | None]
     # Whether `apply` is called although no gradient arrived, rather than passing that on.
@@ -106,8 +108,18 @@ class Node:
         self.outputs = outputs
         self.seq: float = next_sequence()
         self.hooks: NodeHooks | None = None
-        self.where: Location | None = None
+        self.code: Any = None  # the line of user code it comes from; see `where`
+        self.offset = 0
         self._metadata: dict[str, Any] | None = None
+
+    @property
+    def where(self) -> Location | None:
+        """The step of user code that made it, if that was noted."""
+        return None if self.code is None else (self.code, self.offset)
+
+    @where.setter
+    def where(self, where: Location | None) -> None:
+        self.code, self.offset = (None, 0) if where is None else where
 
     def apply(
         self, grads: list[Tensor | None], needs: Sequence[bool] | None
@@ -288,7 +300,8 @@ def leaf_edge(variable: Tensor) -> Edge:
     if edge is None or edge.shape != shape:
         dtype = getattr(variable, "grad_dtype", None) or variable.dtype
         edge = Edge(node, 0, shape, dtype)
-        node.edge = weakref.ref(edge)
+        if not variable._is_view():  # else whether it is a leaf has to be asked anew
+            node.edge = weakref.ref(edge)
     return edge
 
 

@@ -45,9 +45,11 @@ class Entry:
     """
 
     __slots__ = (
-        "call", "composite", "fast", "handler", "inplace", "kind", "made_of_ops", "name",
+        "call", "composite", "fast", "handler", "inplace", "kind", "made_of_ops", "name", "op",
         "reshapes", "rule", "touches_views", "written",
     )  # fmt: skip
+
+    op: Any
 
     def __init__(self, name: str, kind: Kind) -> None:
         self.name = name
@@ -112,19 +114,22 @@ _fresh = {
     _aten.log_sigmoid.default,
 }  # fmt: skip
 
-_entries: dict[Any, Entry] = {}
+# By identity, which an entry keeps valid: the hash of an overload is a Python function.
+_entries: dict[int, Entry] = {}
 _resolving = threading.RLock()
 # overload -> handler(recorder, entry, func, args, kwargs)
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 
 
 def entry_of(func: Any) -> Entry:
-    entry = _entries.get(func)
+    entry = _entries.get(id(func))
     if entry is None:
         with _resolving:  # a rule that is used for the first time makes its tables then
-            entry = _entries.get(func)
+            entry = _entries.get(id(func))
             if entry is None:
-                entry = _entries[func] = _resolve(func)
+                entry = _resolve(func)
+                entry.op = func
+                _entries[id(func)] = entry
     return entry
 
 

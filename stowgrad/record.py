@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _private
 from .context import Before, call_recorded, this_thread
 from .errors import NotDifferentiableError, describe
-from .graph import Edge, Location, Node, _outside, attach, seam
+from .graph import Edge, Location, Node, _leaves, _outside, attach, seam
 from .ops import SPECIAL, Entry, Kind, _entries, entry_of
-from .rules.table import _FACTS, Plan, Rule, RuleNode
+from .rules.table import _FACTS, VERSION_BITS, Plan, Rule, RuleNode
 from .saved import SavedTensor, changes, hooks, note_change, watchers
 from .views import ErrorNode, check_inplace, gradient_edge, note_birth, rebase, renew
 
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
     def _dispatch(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        entry = _entries.get(func)
+        entry = _entries.get(id(func))
         if entry is None:
             entry = entry_of(func)
         if entry.made_of_ops:
@@ -125,6 +125,12 @@ class Recorder(TorchDispatchMode):
                 a = args[position]
                 if isinstance(a, Tensor) and _tracked(a):
                     edge = getattr(a, "_stowgrad", None)
+                    if edge is None:
+                        ref = _leaves.get(id(a))
+                        if ref is not None and (leaf := ref()) is not None and leaf.edge:
+                            edge = leaf.edge()
+                            if edge is not None and edge.shape != a.shape:
+                                edge = None
                     if edge is None or edge.version is not None:
                         edge = gradient_edge(a)
                     edges.append(edge)
@@ -154,7 +160,7 @@ class Recorder(TorchDispatchMode):
             if internal is None:
                 internal = _is_internal(code.co_filename)
             if not internal:
-                node.where = code, frame.f_lasti
+                node.code, node.offset = code, frame.f_lasti
                 break
             frame = frame.f_back  # type: ignore[assignment]
         if anomaly_enabled():
@@ -163,22 +169,25 @@ class Recorder(TorchDispatchMode):
         saved: list[Any] = []
         if plan.fast_inputs:
             plain = not watchers and not hooks.pairs
+            node.tick = changes.tick
+            shift = 0
             for name, position, index in plan.fast_inputs:
                 value = args[position] if position < given else None
-                if not isinstance(value, Tensor):
-                    saved.append(value)
-                    continue
-                if plain:
+                if isinstance(value, Tensor):
                     try:  # a SavedTensor once it is asked for
-                        saved.append((value, value._version, changes.tick))
-                        continue
+                        version = value._version if plain else -1
                     except RuntimeError:
-                        pass  # an inference tensor, of which SavedTensor says what to do
-                edge = edges[index] if index >= 0 else None
-                saved.append(SavedTensor(value, name, rule.name, node.where, None, edge))
+                        version = -1  # an inference tensor, of which SavedTensor says what to do
+                    if version > 0:
+                        node.versions |= version << shift
+                    elif version < 0:
+                        edge = edges[index] if index >= 0 else None
+                        value = SavedTensor(value, name, rule.name, node.where, None, edge)
+                saved.append(value)
+                shift += VERSION_BITS
         if plan.fast_values:
             node.values = _values(rule, plan, args, {})
-        version = None
+        born = None
         if entry.touches_views:
             _include()
             try:
@@ -188,7 +197,7 @@ class Recorder(TorchDispatchMode):
             if entry.composite and out is args[0]:
                 return out  # nothing happened (x.contiguous())
             if out._is_view():
-                version = out._version
+                born = out._version
         else:
             out = entry.call(*args)
         for name in plan.outputs:
@@ -196,7 +205,7 @@ class Recorder(TorchDispatchMode):
         node.saved = saved
         dtype = out.dtype
         if dtype in _DIFFERENTIABLE:
-            out._stowgrad = Edge(node, 0, out.shape, dtype, version)
+            out._stowgrad = Edge(node, 0, out.shape, dtype, born)
             _set_tracked(out, True)
             _set_hooks(out, _outside)
         return out

@@ -75,12 +75,12 @@ def without_rule(op: Any) -> Iterator[None]:
     """Within: the overload `op` has no rule of ours, so that it goes through the fallback."""
     entry = ops.entry_of(op)
     rule = RULES.pop(op)
-    del ops._entries[op]
+    del ops._entries[id(op)]
     try:
         yield
     finally:
         RULES[op] = rule
-        ops._entries[op] = entry
+        ops._entries[id(op)] = entry
 
 
 # An op of a third party that has no derivative anywhere.

@@ -37,6 +37,8 @@ from ..graph import Edge, Node, next_sequence
 from ..saved import SavedTensor
 
 Formula = Callable[..., Any]
+VERSION_BITS = 32
+_VERSION = (1 << VERSION_BITS) - 1
 grad_enabled = _private.grad_enabled
 
 RULES: dict[Any, Rule] = {}  # OpOverload -> Rule
@@ -179,8 +181,8 @@ class Plan:
     """What one rule saves for one set of needed arguments."""
 
     __slots__ = (
-        "facts", "fast_inputs", "fast_values", "formulas", "index", "inputs", "kept", "outputs",
-        "rule", "scalars",
+        "facts", "fast_inputs", "fast_values", "formulas", "grad_index", "index", "inputs", "kept",
+        "outputs", "rule", "run", "scalars",
     )  # fmt: skip
 
     def __init__(self, rule: Rule, mask: int) -> None:
@@ -224,6 +226,9 @@ class Plan:
         # whether a call without keywords has anything but defaults to note (alpha is a keyword)
         keywords = {a.name for a in rule.op._schema.arguments if a.kwarg_only}
         self.fast_values = bool(self.facts) or not keywords.issuperset(self.scalars)
+        # which output's gradient a formula gets; None: those of all
+        self.grad_index = rule.grad_index if rule.single else None
+        self.run: Callable[[Any, Any, Any], list[Tensor | None]] | None = None  # see _straight
         # the formula of each argument that needs a gradient, None for the others
         self.formulas: tuple[Formula | None, ...] | None = None
         if rule.function is None and not rule.has_lists:
@@ -278,10 +283,33 @@ class Frame:
         return value
 
 
+def _straight(plan: Plan) -> Callable[[RuleNode, Any, Any], list[Tensor | None]]:
+    """The formulas of `plan` as straight-line code: `run(node, saved, g)`, all that are needed.
+
+    Most of the time of a small op is spent between its kernels, in loops over one or two things.
+    """
+    lines = ["def run(node, saved, g):", " s = new(Frame)", " s._node = node"]
+    if plan.fast_inputs:
+        lines.append(" versions = node.versions")
+    for i, (name, _, _) in enumerate(plan.fast_inputs):
+        # what is simply there is read at once; the frame unpacks the rest when it is read
+        version = f"versions >> {i * VERSION_BITS} & {_VERSION}" if i else f"versions & {_VERSION}"
+        lines.append(f" t = saved[{i}]")
+        lines.append(f" if isinstance(t, Tensor) and t._version == {version}: s.{name} = t")
+    assert plan.formulas is not None
+    calls = ["None" if f is None else f"f{i}(g, s)" for i, f in enumerate(plan.formulas)]
+    lines.append(f" return [{', '.join(calls)}]")
+    names: dict[str, Any] = {f"f{i}": f for i, f in enumerate(plan.formulas)}
+    names.update(Frame=Frame, Tensor=Tensor, new=object.__new__)
+    exec("\n".join(lines), names)  # the names in it are those of the op's schema
+    run: Callable[[RuleNode, Any, Any], list[Tensor | None]] = names["run"]
+    return run
+
+
 class RuleNode(Node):
     """A node whose derivative is a row of the table."""
 
-    __slots__ = ("edge_counts", "metas", "plan", "rule", "saved", "values")
+    __slots__ = ("edge_counts", "metas", "plan", "rule", "saved", "tick", "values", "versions")
 
     def __init__(self, plan: Plan, edges: Sequence[Edge | None]) -> None:
         # Node.__init__, written out: one of these is made for every op of a forward pass
@@ -289,14 +317,18 @@ class RuleNode(Node):
         self.outputs = 1
         self.seq = next_sequence()
         self.hooks = None
-        self.where = None
+        self.code = None
         self._metadata = None
         self.rule = plan.rule
         self.plan = plan
         # In the order of plan.index: a SavedTensor; or, for an input that no hook has touched, the
-        # tensor, its version and the tick of changes, of which a SavedTensor is made when somebody
-        # asks for it; a list of these; or a plain value. None once released.
+        # tensor, of which a SavedTensor is made when somebody asks for it; a list of SavedTensors;
+        # or a plain value. None once released.
         self.saved: Any = ()
+        # The versions that those tensors had, VERSION_BITS each, in one number; and the tick of
+        # changes then. (One tuple a tensor would be a thing more for the garbage collector.)
+        self.versions = 0
+        self.tick = 0
         self.values: dict[str, Any] | None = None
         self.edge_counts: list[int] | None = None  # how many edges each list argument has
         self.metas: list[tuple[torch.Size, torch.dtype, torch.device]] | None = None
@@ -326,36 +358,32 @@ class RuleNode(Node):
         self, grads: list[Tensor | None], needs: Sequence[bool] | None
     ) -> Sequence[Tensor | None]:
         plan = self.plan
-        rule = plan.rule
         saved = self.saved
         if saved is None:
-            raise GraphFreedError(_FREED.format(rule.name))
+            raise GraphFreedError(_FREED.format(plan.rule.name))
         g: Any
-        if rule.single:
-            g = grads[rule.grad_index]
+        if plan.grad_index is not None:
+            g = grads[plan.grad_index]
             if g is None:
                 return [None] * len(self.edges)
         else:
             g = tuple(grads)
-        grads.clear()
+        del grads[:]
+        if needs is None and plan.run is not None:
+            return plan.run(self, saved, g)
         frame = Frame(self)
-        for name, entry in zip(plan.index, saved):  # noqa: B905 (same length; hot)
-            # what is simply there is read at once; the frame unpacks the rest when it is read
-            if type(entry) is tuple:
-                data, version, _ = entry
-                if data._version == version:
-                    setattr(frame, name, data)
         formulas = plan.formulas
         if formulas is not None:
             if needs is None:
-                return [None if f is None else f(g, frame) for f in formulas]
+                needs = [True] * len(formulas)
+                plan.run = _straight(plan)
             return [
                 f(g, frame) if f is not None and need else None
                 for f, need in zip(formulas, needs, strict=True)
             ]
         if needs is None:
             needs = [e is not None for e in self.edges]
-        return self._apply_general(rule, g, frame, needs)
+        return self._apply_general(plan.rule, g, frame, needs)
 
     def _apply_general(
         self, rule: Rule, g: Any, frame: Frame, needs: Sequence[bool]
@@ -391,9 +419,10 @@ class RuleNode(Node):
         if not saved:
             return  # nothing was saved, so nothing is gone: the node can run again
         for entry in saved:
-            if type(entry) is SavedTensor:
+            kind = type(entry)
+            if kind is SavedTensor:
                 entry.release()
-            elif type(entry) is list:
+            elif kind is list:
                 for e in entry:
                     if type(e) is SavedTensor:
                         e.release()
@@ -427,12 +456,12 @@ class RuleNode(Node):
         if self.saved is None:
             raise GraphFreedError(_FREED.format(self.rule.name))
         entry = self.saved[index]
-        if type(entry) is tuple:
-            tensor, version, tick = entry
+        if isinstance(entry, Tensor):
             position = plan.fast_inputs[index][2]
             edge = self.edges[position] if position >= 0 else None
+            version = self.versions >> index * VERSION_BITS & _VERSION
             entry = SavedTensor.of(
-                tensor, version, tick, key, self.rule.name, self.where, edge
+                entry, version, self.tick, key, self.rule.name, self.where, edge
             )
             self.saved[index] = entry
         return entry

@@ -163,12 +163,14 @@ def test_the_transpose_of_a_square_matrix_comes_back_as_the_transpose(disk):
 
 def test_a_new_tensor_at_an_old_address_is_not_taken_for_the_old_one(disk):
     addresses, packed = set(), []
-    for i in range(50):
+    for i in range(5000):
         x = torch.full((1024,), float(i))
         addresses.add((x.data_ptr(), x.untyped_storage()._cdata))
         packed.append(disk.pack(INFO, x))
         del x
-    assert len(addresses) < 50  # or the test says nothing
+        if i >= 50 and len(addresses) < len(packed):
+            break
+    assert len(addresses) < len(packed)  # or the test says nothing
     for i, p in enumerate(packed):
         assert torch.equal(disk.unpack(p), torch.full((1024,), float(i)))
 
