@@ -483,3 +483,71 @@ def skip_compiler(function: Any) -> Any:
     action, strategy = eval_frame._FrameAction, eval_frame._FrameExecStrategy
     eval_frame.set_code_exec_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
     return function
+
+
+# -- capture. Why: symbolic sizes and fake tensors are what torch.export and torch.compile are made
+# of; there is no public name for either.
+
+
+def new_shape_env() -> Any:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return ShapeEnv(specialize_zero_one=True)
+
+
+def new_fake_mode(shape_env: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+def new_size(shape_env: Any, name: str, value: int) -> Any:
+    """A new symbolic size that has `value` for now."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(name)
+    symbol = shape_env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+    return shape_env.create_symintnode(symbol, hint=value, source=source)
+
+
+def _python_code(expr: Any, symbols: dict[str, Any]) -> tuple[str, list[str]]:
+    """`expr` as Python code over the names of `symbols`, and which of them are in it."""
+    import sympy
+    from torch.utils._sympy.printers import PythonPrinter
+
+    named = {symint.node._expr: name for name, symint in symbols.items()}
+    found = sorted({named[s] for s in expr.free_symbols})
+    code = PythonPrinter().doprint(expr.xreplace({s: sympy.Symbol(n) for s, n in named.items()}))
+    return code, found
+
+
+def size_code(value: Any, symbols: dict[str, Any]) -> tuple[str, list[str]]:
+    return _python_code(value.node.expr, symbols)
+
+
+def guards_of(shape_env: Any, symbols: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(_python_code(g.expr, symbols)[0] for g in shape_env.guards))
+
+
+@contextmanager
+def mode_off(mode: Any) -> Iterator[None]:
+    """Within: `mode`, if it is the innermost, does not see the ops."""
+    if not mode_count() or mode_stack()[-1] is not mode:
+        yield
+        return
+    pop_mode()
+    try:
+        yield
+    finally:
+        push_mode(mode)
+
+
+@contextmanager
+def no_transforms() -> Iterator[None]:
+    """Within: outside every functional transform (vmap)."""
+    if not functorch_active():
+        yield
+        return
+    with pyfunctorch.temporarily_clear_interpreter_stack():
+        yield

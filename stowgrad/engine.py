@@ -93,15 +93,17 @@ def run(
     create_graph: bool = False,
     inputs: Sequence[Edge] | None = None,
     accumulate: bool = True,
+    in_place: bool = True,
 ) -> Grads:
     """Run backward from `roots` (an output's edge and its gradient, each) and return the
     gradients captured at `inputs` (None where none arrived).
 
+    `in_place`: gradients may be added up in place, where nobody can see it.
     `accumulate`: leaves among `inputs` (or all leaves, without `inputs`) add to their `.grad`.
     Raises what a hook or a rule raises; callbacks and state are cleaned up in every case.
     """
     task = Task(create_graph, keep_graph)
-    dependencies = task.reachable = _count_edges(edge.node for edge, _ in roots)
+    dependencies = task.reachable = count_edges(edge.node for edge, _ in roots)
     captures: dict[Node, list[tuple[int, int]]] | None = None
     if inputs is not None:
         task.root = roots[0][0].node if len(roots) == 1 else None
@@ -117,7 +119,7 @@ def run(
     try:
         _tasks.stack.append(task)
         _private.set_grad_enabled(create_graph)
-        _loop(task, roots, dependencies, captures, captured)
+        _loop(task, roots, dependencies, captures, captured, in_place and not create_graph)
         while task.callbacks:
             callbacks, task.callbacks = task.callbacks, []
             for callback in callbacks:
@@ -134,12 +136,12 @@ def _loop(
     dependencies: dict[Node, int],
     captures: dict[Node, list[tuple[int, int]]] | None,
     captured: Grads,
+    in_place: bool,
 ) -> None:
     needed = task.needed
     arrived: dict[Node, Grads] = {}
     ready: list[tuple[float, int, Node]] = []
     tie = itertools.count()
-    in_place = not task.create_graph
     keep_graph = task.keep_graph
 
     for edge, grad in roots:
@@ -198,7 +200,7 @@ def _loop(
                     slots is not None
                     and target.outputs == 1
                     and (old := slots[0]) is not None
-                    and old.numel() < _SMALL
+                    and (not in_place or old.numel() < _SMALL)
                     and old.layout is _STRIDED
                 ):
                     slots[0] = old + grad_in
@@ -255,7 +257,7 @@ def _visit(
     if hooked:
         arrived = _tensor_hooks(node, hooks, arrived)
         if hooks is not None:
-            arrived = _pre_hooks(node, hooks, arrived)
+            arrived = pre_hooks(node, hooks, arrived)
         runs = runs or any(g is not None for g in arrived)
     kept = list(arrived) if hooks is not None and hooks.post else None
     if not runs:  # no gradient arrived at it; it passes that on, and its hooks see it
@@ -266,7 +268,7 @@ def _visit(
         results = node.apply(arrived, needs)
     if kept is not None:
         assert hooks is not None
-        results = _after(node, hooks, results, kept)
+        results = after(node, hooks, results, kept)
     return results, needs
 
 
@@ -340,7 +342,7 @@ def _expandable(shape: torch.Size, target: torch.Size) -> bool:
 # -- hooks around a node
 
 
-def _pre_hooks(node: Node, hooks: NodeHooks, grads: Grads) -> Grads:
+def pre_hooks(node: Node, hooks: NodeHooks, grads: Grads) -> Grads:
     """The node's own hooks that run before it; those of its outputs come first."""
     for hook in tuple(hooks.pre.values()):
         result = call_user(hook, tuple(grads))
@@ -372,20 +374,20 @@ def _tensor_hooks(node: Node, hooks: NodeHooks | None, grads: Grads) -> Grads:
     if type(node) is AccumulateNode:
         leaf_hooks = node.leaf_hooks()
         if leaf_hooks:
-            grads[0] = _call_tensor_hooks(leaf_hooks, grads[0], node)
+            grads[0] = call_tensor_hooks(leaf_hooks, grads[0], node)
     if hooks is None:
         return grads
     for index, fns in hooks.tensor.items():
         if fns:
-            grads[index] = _call_tensor_hooks(fns.values(), grads[index], node)
+            grads[index] = call_tensor_hooks(fns.values(), grads[index], node)
     for index, ref in hooks.retained.items():
         tensor, grad = ref(), grads[index]
         if tensor is not None and grad is not None:
-            _retain(tensor, grad)
+            retain(tensor, grad)
     return grads
 
 
-def _call_tensor_hooks(
+def call_tensor_hooks(
     fns: Iterable[Callable[..., Any]], grad: Tensor | None, node: Node
 ) -> Tensor | None:
     for hook in tuple(fns):
@@ -413,7 +415,7 @@ def _call_tensor_hooks(
     return grad
 
 
-def _retain(tensor: Tensor, grad: Tensor) -> None:
+def retain(tensor: Tensor, grad: Tensor) -> None:
     old = tensor.grad
     if old is not None:
         tensor.grad = old + grad
@@ -423,7 +425,7 @@ def _retain(tensor: Tensor, grad: Tensor) -> None:
         tensor.grad = grad.clone()
 
 
-def _after(
+def after(
     node: Node, hooks: NodeHooks, results: Sequence[Tensor | None], grads: Grads
 ) -> Sequence[Tensor | None]:
     """The hooks that run after a node; they see its gradients as its inputs will get them."""
@@ -441,7 +443,7 @@ def _after(
 # -- which nodes there are, and which are needed
 
 
-def _count_edges(roots: Iterable[Node]) -> dict[Node, int]:
+def count_edges(roots: Iterable[Node]) -> dict[Node, int]:
     """For every node reachable from `roots`: how many edges lead into it."""
     counts: dict[Node, int] = {}
     todo: list[Node] = []

@@ -311,6 +311,8 @@ class RuleNode(Node):
 
     __slots__ = ("edge_counts", "metas", "plan", "rule", "saved", "tick", "values", "versions")
 
+    traceable = True  # `apply` does nothing but run ops on tensors (program/capture.py)
+
     def __init__(self, plan: Plan, edges: Sequence[Edge | None]) -> None:
         # Node.__init__, written out: one of these is made for every op of a forward pass
         self.edges = edges

@@ -1,0 +1,728 @@
+"""Capture: one backward written down as a torch.fx graph.
+
+The graph of nodes is copied: each node gets a stand-in of the same rule, whose saved tensors and
+sizes are fake. The engine runs the copy as it would run the original, under a mode that writes
+every ATen op down. So the order of everything is the engine's own. A stand-in's saved tensor is
+a placeholder and a `check`, `read` or `unpack` step at the place where its rule first reads it;
+hooks, accumulation, and nodes that cannot be traced are steps that call the real thing when the
+program runs. Nothing of the user's runs here.
+
+Sizes are symbols: equal numbers share one until a second capture shows them apart (what is 0 or 1
+stays so). Where a rule looks at a size, the symbolic shapes of PyTorch note a guard.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _private, engine
+from ..graph import AccumulateNode, Edge, Node, NodeHooks, locate, seam
+from ..rules.table import VERSION_BITS, RuleNode
+from ..saved import SavedTensor, hooks
+from . import steps
+
+MOST_NODES = 20_000  # more are run node by node: the code for them would take longer to make
+
+Size = Any  # an int, or the name of a symbol
+
+
+class Uncapturable(Exception):
+    """This backward cannot be a program; the message says why. It is run node by node."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a tensor looks like: its shape (numbers and symbols), dtype and device."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+    device: torch.device | None = None
+
+
+@dataclass
+class Entry:
+    """One saved entry of a node. `kind`: "raw" (a tensor as it is), "plain" (a SavedTensor without
+    hooks), "packed" (one with), "value" (anything else), "list" (several of these)."""
+
+    kind: str
+    name: str
+    look: Look | None = None
+    value: Any = None
+    parts: list[Entry] = field(default_factory=list)
+    edge: bool = False  # its shape and dtype are those of an edge of the node
+    slot: tuple[int, ...] = ()  # where it is in the node's `saved`
+    strides: Any = None  # makes a fake tensor that is laid out so; None: contiguous
+    placeholder: torch.fx.Node | None = None
+
+
+@dataclass
+class Link:
+    """An edge: output `index` of node number `target`, whose gradient has `look`."""
+
+    target: int
+    index: int
+    look: Look
+
+
+@dataclass
+class Spec:
+    """What a program expects of one node of the graph it runs."""
+
+    index: int
+    kind: str  # "rule", "leaf", "opaque"
+    cls: type
+    plan: Any
+    outputs: int
+    links: list[Link | None]
+    where: str
+    op: str
+    entries: list[Entry] = field(default_factory=list)
+    values: dict[str, Any] | None = None
+    metas: list[Look | None] | None = None
+    edge_counts: list[int] | None = None
+    look: Look | None = None  # of a leaf
+    hooks: tuple[Any, ...] = ()  # which kinds of hook it has
+    seq: float = 0.0
+    placeholder: torch.fx.Node | None = None  # where the program needs the node itself
+    versions: torch.fx.Node | None = None
+
+
+@dataclass
+class Captured:
+    """A backward as a graph, and what it holds for."""
+
+    graph: torch.fx.Graph
+    specs: list[Spec]
+    roots: list[tuple[int, int, Look]]  # node, output, and the look of the gradient
+    inputs: list[tuple[int, int]] | None
+    symbols: dict[str, int]  # with the values they had
+    guards: list[str]  # Python expressions over the symbols
+    notes: list[str]  # why some nodes are opaque
+    create_graph: bool
+    accumulate: bool
+    constants: dict[str, Tensor]
+
+
+class Sizes:
+    """The symbols of one capture, a name for each number. `constant`: numbers that have none."""
+
+    def __init__(self, constant: frozenset[int]) -> None:
+        self.env = _private.new_shape_env()
+        self.constant = constant
+        self.values: dict[str, int] = {}
+        self.symbols: dict[str, Any] = {}  # their SymInts
+        self._names: dict[int, str] = {}
+
+    def name(self, value: int) -> Size:
+        if value < 2 or value > 2**31 or value in self.constant:
+            return int(value)
+        name = self._names.get(value)
+        if name is None:
+            name = self._names[value] = f"s{len(self._names)}"
+            self.values[name] = value
+            self.symbols[name] = _private.new_size(self.env, name, value)
+        return name
+
+    def names(self, shape: Sequence[int]) -> tuple[Size, ...]:
+        return tuple([self.name(n) for n in shape])
+
+    def symbolic(self, size: Size) -> Any:
+        return self.symbols[size] if isinstance(size, str) else size
+
+    def guards(self) -> list[str]:
+        """What the symbols must satisfy, as Python expressions over their names."""
+        return _private.guards_of(self.env, self.symbols)
+
+
+class Tracer(TorchDispatchMode):
+    """Writes down every op that runs on fake tensors below it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.graph = torch.fx.Graph()
+        self.fake = _private.new_fake_mode(sizes.env)
+        self.spec: Spec | None = None  # the node whose derivative runs
+        self.size_nodes: dict[Any, torch.fx.Node] = {}
+        self.constants: dict[str, Tensor] = {}
+        self.keep: list[Any] = []  # fake tensors, by whose identity values are found
+        self.unknown: set[int] = set()  # fakes of gradients that may be None, or not strided
+        self._values: dict[int, torch.fx.Node] = {}
+        self._last: torch.fx.Node | None = None  # the last placeholder
+        self.made: list[torch.fx.Node] = []  # the steps
+        self.notes: list[str] = []
+        self.create_graph = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not isinstance(out, (Tensor, list, tuple)):
+            return out
+        if func in _LIFTS:  # a constant
+            return out
+        if self.spec is None and func is _ADD and any(id(a) in self.unknown for a in args):
+            self.record(steps.add, args, {}, out)  # the engine adds gradients up
+            self.unknown.add(id(out))
+        else:
+            self.record(func, args, kwargs, out)
+        return out
+
+    def record(self, target: Any, args: Any, kwargs: Any, out: Any) -> torch.fx.Node:
+        node = self.call(target, self.arg(tuple(args)), self.arg(kwargs))
+        self.bind(node, out)
+        return node
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> torch.fx.Node:
+        node = self.graph.call_function(target, args, kwargs or {})
+        node.meta["spec"] = self.spec
+        self.made.append(node)
+        return node
+
+    def undo(self, mark: int) -> None:
+        """Take back every step from number `mark` on."""
+        gone = set(self.made[mark:])
+        self.size_nodes = {k: n for k, n in self.size_nodes.items() if n not in gone}
+        while len(self.made) > mark:
+            self.graph.erase_node(self.made.pop())
+
+    def bind(self, node: torch.fx.Node, out: Any) -> None:
+        """`out` is what `node` gives."""
+        node.meta["val"] = out
+        if isinstance(out, Tensor):
+            self._values[id(out)] = node
+            self.keep.append(out)
+        elif isinstance(out, (list, tuple)):
+            for i, o in enumerate(out):
+                if isinstance(o, Tensor):
+                    self.bind(self.call(item, (node, i)), o)
+
+    def value(self, tensor: Tensor) -> torch.fx.Node:
+        node = self._values.get(id(tensor))
+        if node is None:
+            if type(tensor) is not Tensor and not isinstance(tensor, torch.nn.Parameter):
+                raise Uncapturable(f"a tensor of unknown origin in {self._where()}")
+            name = f"constant_{len(self.constants)}"
+            self.constants[name] = tensor
+            node = self.placeholder(name, ("constant", name), tensor)
+        return node
+
+    def _where(self) -> str:
+        return "the roots" if self.spec is None else f"{self.spec.op} {self.spec.where}"
+
+    def arg(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.value(value)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self.size(value)
+        if isinstance(value, (list, tuple)):
+            items = [self.arg(v) for v in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {k: self.arg(v) for k, v in value.items()}
+        return value
+
+    def size(self, value: Any) -> Any:
+        """A symbolic number as a node (or a plain number, where it turned out to be one)."""
+        code, names = _private.size_code(value, self.sizes.symbols)
+        if not names:
+            return eval(code)  # a number
+        node = self.size_nodes.get(code)
+        if node is None:
+            if code in self.sizes.symbols:
+                node = self.placeholder(code, ("size", code), value)
+            else:
+                symbols = [self.size(self.sizes.symbols[name]) for name in names]
+                node = self.call(compute, (code, *symbols))
+                node.meta.update(val=value, names=names)
+            self.size_nodes[code] = node
+        return node
+
+    # -- inputs
+
+    def node(self, spec: Spec) -> torch.fx.Node:
+        """The placeholder of a node itself."""
+        if spec.placeholder is None:
+            spec.placeholder = self.placeholder(f"n{spec.index}", ("node", spec.index), None)
+        return spec.placeholder
+
+    def placeholder(self, name: str, kind: tuple[Any, ...], val: Any) -> torch.fx.Node:
+        with self.graph.inserting_after(self._last):  # None: at the beginning
+            node = self._last = self.graph.placeholder(name)
+        node.meta.update(val=val, input=kind, spec=None)
+        if isinstance(val, Tensor):
+            self._values[id(val)] = node
+            self.keep.append(val)
+        return node
+
+    def like(self, look: Look, strides: Callable[[list[Any]], Tensor] | None = None) -> Tensor:
+        """A fake tensor that looks so."""
+        shape = [self.sizes.symbolic(n) for n in look.shape]
+        with _private.mode_off(self), self.fake:
+            if strides is not None:
+                return strides(shape)
+            return torch.empty(shape, dtype=look.dtype, device=look.device)
+
+
+_ADD = torch.ops.aten.add.Tensor
+_LIFTS = frozenset([torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default])
+
+
+def item(values: Any, index: int) -> Any:
+    """The target of steps that take one of several results."""
+    return values[index]
+
+
+def compute(code: str, *symbols: int) -> Any:
+    """The target of steps that compute a size from others; written out in the generated code."""
+    raise AssertionError("never called")
+
+
+# -- stand-ins for nodes
+
+
+class _StandIn:
+    """What the stand-in of a node has beside what the node has."""
+
+    tracer: Tracer
+    spec: Spec
+    look_of: list[Look | None]
+
+
+_classes: dict[type, type] = {}
+
+
+def _traced_class(cls: type) -> type:
+    """A subclass of `cls`, a node with saved entries, that is traced."""
+    found = _classes.get(cls)
+    if found is None:
+        base: Any = cls
+
+        def _unpack(self: Any, entry: Any) -> Any:
+            if type(entry) is Entry:
+                return _read(self.tracer, self.spec, entry)
+            return [self._unpack(e) for e in entry] if isinstance(entry, list) else entry
+
+        def apply(self: Any, grads: list[Any], needs: Any) -> Any:
+            tracer = self.tracer
+            if any(id(g) in tracer.unknown for g in grads):
+                return _call_node(tracer, self.spec, grads, needs)
+            mark, notes = len(tracer.made), len(tracer.notes)
+            tracer.spec = self.spec
+            try:
+                results = base.apply(self, list(grads), needs)
+                for g in results:
+                    if g is not None:
+                        tracer.value(g)
+            except Exception as error:
+                tracer.undo(mark)
+                del tracer.notes[notes:]
+                tracer.notes.append(f"{self.spec.op} {self.spec.where}: {_brief(error)}")
+                return _call_node(tracer, self.spec, grads, needs)
+            finally:
+                tracer.spec = None
+            grads.clear()
+            return results
+
+        names = {"_unpack": _unpack, "apply": apply, "release": _release}
+        found = _classes[cls] = type(cls.__name__, (cls,), {**names, "__slots__": ("spec", "tracer")})
+    return found
+
+
+def _brief(error: Exception) -> str:
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {text[:120]}"
+
+
+class _Opaque(Node):
+    """The stand-in of a node that cannot be traced."""
+
+    __slots__ = ("runs_without_gradient", "spec", "tracer")
+
+    def apply(self, grads: list[Any], needs: Any) -> Any:
+        return _call_node(self.tracer, self.spec, grads, needs)
+
+    def release(self) -> None:
+        _release(self)
+
+
+class _Leaf(Node):
+    __slots__ = ("spec", "tracer")
+
+    runs_without_gradient = True
+
+    def apply(self, grads: list[Any], needs: Any) -> Any:
+        tracer, spec = self.tracer, self.spec
+        grad = grads[0]
+        grads.clear()
+        tracer.spec = spec
+        if grad is not None:
+            tracer.call(steps.accumulate, (tracer.node(spec), [tracer.arg(grad)]))
+        if "post_accumulate" in spec.hooks:
+            tracer.call(steps.post_accumulate_hooks, (tracer.node(spec),))
+        tracer.spec = None
+        return ()
+
+
+def _release(self: Any) -> None:
+    if self.spec.kind == "opaque" or self.spec.entries:
+        self.tracer.spec = self.spec
+        self.tracer.call(steps.release, (self.tracer.node(self.spec),))
+        self.tracer.spec = None
+
+
+def _read(tracer: Tracer, spec: Spec, entry: Entry) -> Tensor:
+    """Where a rule reads a saved tensor: the placeholder of it, and the step that reads it."""
+    assert entry.look is not None
+    if entry.kind == "raw":
+        if entry.placeholder is None:
+            name = f"n{spec.index}_{entry.name}"
+            fake = tracer.like(entry.look, entry.strides)
+            entry.placeholder = tracer.placeholder(name, ("raw", spec.index, entry.slot), fake)
+        if spec.versions is None:
+            name = f"n{spec.index}_versions"
+            spec.versions = tracer.placeholder(name, ("versions", spec.index), 0)
+        shift = entry.slot[0] * VERSION_BITS
+        step = tracer.call(steps.check, (entry.placeholder, spec.versions, shift))
+    else:
+        if entry.placeholder is None:
+            name = f"n{spec.index}_{entry.name}"
+            kind = ("saved", spec.index, entry.slot)
+            entry.placeholder = tracer.placeholder(name, kind, None)
+        owner = tracer.node(spec) if tracer.create_graph else None
+        target = steps.unpack if entry.kind == "packed" else steps.read
+        step = tracer.call(target, (entry.placeholder, owner))
+    value = tracer.like(entry.look, entry.strides)
+    tracer.bind(step, value)
+    step.meta["entry"] = entry
+    return value
+
+
+def _call_node(tracer: Tracer, spec: Spec, grads: list[Any], needs: Any) -> list[Any]:
+    tracer.spec = spec
+    given = [tracer.arg(g) for g in grads]
+    grads.clear()
+    wanted = None if needs is None else list(needs)
+    step = tracer.call(steps.call_node, (tracer.node(spec), given, wanted))
+    results: list[Any] = []
+    for i, link in enumerate(spec.links):
+        if link is None or (wanted is not None and not wanted[i]):
+            results.append(None)
+            continue
+        value = tracer.like(link.look)
+        tracer.bind(tracer.call(item, (step, i)), value)
+        tracer.unknown.add(id(value))
+        results.append(value)
+    tracer.spec = None
+    return results
+
+
+def _stand_in_hooks(tracer: Tracer, spec: Spec, node: Node) -> NodeHooks | None:
+    """Hooks that write down that the real ones are called there."""
+    if not spec.hooks:
+        return None
+    made = NodeHooks()
+
+    def step(target: Any, *args: Any) -> Any:
+        before, tracer.spec = tracer.spec, spec
+        try:
+            return tracer.call(target, (tracer.node(spec), *args))
+        finally:
+            tracer.spec = before
+
+    def fresh(grad: Any, made_by: Any, unknown: bool = False) -> Any:
+        """What a hook gives for `grad`: something that looks the same."""
+        with _private.mode_off(tracer), tracer.fake:
+            value = torch.empty_like(grad)
+        tracer.bind(made_by, value)
+        if unknown or id(grad) in tracer.unknown:
+            tracer.unknown.add(id(value))
+        return value
+
+    def on_tensor(target: Any, *index: int) -> Callable[[Any], Any]:
+        def hook(grad: Any) -> Any:
+            called = step(target, *index, [tracer.arg(grad)])
+            return None if grad is None else fresh(grad, called)
+
+        return hook
+
+    def retaining(index: int) -> Callable[[Any], Any]:
+        def hook(grad: Any) -> None:
+            step(steps.retain_grad, index, tracer.arg(grad))
+
+        return hook
+
+    def before(grads: Any) -> Any:
+        called = step(steps.pre_hooks, *[tracer.arg(g) for g in grads])
+        return [None if g is None else fresh(g, step_item(called, i), True) for i, g in enumerate(grads)]
+
+    def afterwards(results: Any, grads: Any) -> Any:
+        called = step(steps.post_hooks, [tracer.arg(g) for g in results], [tracer.arg(g) for g in grads])
+        return [None if g is None else fresh(g, step_item(called, i), True) for i, g in enumerate(results)]
+
+    def step_item(called: torch.fx.Node, i: int) -> torch.fx.Node:
+        before, tracer.spec = tracer.spec, spec
+        found = tracer.call(item, (called, i))
+        tracer.spec = before
+        return found
+
+    for kind in spec.hooks:
+        if kind == "leaf":
+            made.tensor.setdefault(0, OrderedDict())[-1] = on_tensor(steps.leaf_hooks)
+        elif kind == "pre":
+            made.pre[0] = before
+        elif kind == "post":
+            made.post[0] = afterwards
+        elif isinstance(kind, tuple) and kind[0] == "tensor":
+            made.tensor.setdefault(kind[1], OrderedDict())[0] = on_tensor(steps.tensor_hooks, kind[1])
+        elif isinstance(kind, tuple) and kind[0] == "retain":
+            made.tensor.setdefault(kind[1], OrderedDict())[1] = retaining(kind[1])
+    return made
+
+
+def hook_kinds(node: Node) -> tuple[Any, ...]:
+    """Which kinds of hook a node has, in the order in which they run."""
+    kinds: list[Any] = []
+    if type(node) is AccumulateNode:
+        if _private.native_hooks(node.variable):
+            kinds.append("leaf")
+        if node.variable._post_accumulate_grad_hooks:
+            kinds.append("post_accumulate")
+    hooked = node.hooks
+    if hooked is not None:
+        kinds += [("tensor", i) for i, fns in hooked.tensor.items() if fns]
+        kinds += [("retain", i) for i, ref in hooked.retained.items() if ref() is not None]
+        if hooked.pre:
+            kinds.append("pre")
+        if hooked.post:
+            kinds.append("post")
+    return tuple(kinds)
+
+
+# -- reading a graph
+
+
+_SIZE_FACTS = frozenset(["shape", "stride", "storage_offset"])
+_SIZE_ARGUMENTS = frozenset([
+    "size", "shape", "sizes", "split_size", "split_sizes", "start", "end", "length", "output_size",
+    "repeats", "normalized_shape", "stride_size", "sizes_or_sections",
+])  # fmt: skip
+_PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout,
+          torch.memory_format)  # fmt: skip
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return isinstance(value, _PLAIN)
+
+
+def _named(sizes: Sizes, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple([_named(sizes, v) for v in value])
+    return sizes.name(value) if type(value) is int else value
+
+
+def _symbolic(sizes: Sizes, value: Any, like: Any) -> Any:
+    if isinstance(value, tuple):
+        items = [_symbolic(sizes, v, x) for v, x in zip(value, like, strict=True)]
+        return items if isinstance(like, list) else torch.Size(items) if isinstance(like, torch.Size) else tuple(items)
+    return sizes.symbolic(value) if type(like) is int else value
+
+
+def _look(sizes: Sizes, tensor: Any, with_device: bool = True) -> Look:
+    """`tensor`: a Tensor, an Edge or a SavedInfo."""
+    return Look(sizes.names(tensor.shape), tensor.dtype, tensor.device if with_device else None)
+
+
+def _strides(sizes: Sizes, tensor: Tensor) -> Any:
+    """A function that makes a fake tensor laid out as `tensor` is; None if it is contiguous."""
+    if tensor.is_contiguous():
+        return None
+    dtype, device = tensor.dtype, tensor.device
+    stride = tensor.stride()
+    if _private.dense(tensor):
+        order = sorted(range(tensor.dim()), key=lambda d: (stride[d], tensor.shape[d] != 1), reverse=True)
+        back = [order.index(d) for d in range(tensor.dim())]
+        return lambda shape: torch.empty([shape[d] for d in order], dtype=dtype, device=device).permute(back)
+    names = sizes.names(stride)
+    return lambda shape: torch.empty_strided(
+        shape, [sizes.symbolic(n) for n in names], dtype=dtype, device=device
+    )
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    if not _private.has_plain_storage(tensor):
+        raise Uncapturable(f"a tensor of class {type(tensor).__name__} or layout {tensor.layout}")
+
+
+def _entry(sizes: Sizes, saved: Any, name: str, slot: tuple[int, ...], edge: bool) -> Entry:
+    if isinstance(saved, Tensor):
+        _check_tensor(saved)
+        return Entry("raw", name, _look(sizes, saved), edge=edge, slot=slot, strides=_strides(sizes, saved))
+    if isinstance(saved, SavedTensor):
+        data, packed = saved._data, saved._packed
+        if data is not None:
+            _check_tensor(data)
+            return Entry("plain", name, _look(sizes, data), slot=slot, strides=_strides(sizes, data))
+        if packed is None:
+            raise Uncapturable("its graph was freed")
+        return Entry("packed", name, _look(sizes, packed.info), slot=slot)
+    if isinstance(saved, list):
+        parts = [_entry(sizes, e, f"{name}_{i}", (*slot, i), False) for i, e in enumerate(saved)]
+        return Entry("list", name, parts=parts, slot=slot)
+    if not _is_plain(saved):
+        raise Uncapturable(f"a saved value of class {type(saved).__name__}")
+    return Entry("value", name, value=saved, slot=slot)
+
+
+def _spec(sizes: Sizes, index: int, node: Node, numbers: dict[Node, int]) -> Spec:
+    links = [
+        None if e is None else Link(numbers[e.node], e.index, _look(sizes, e, False))
+        for e in node.edges
+    ]
+    spec = Spec(
+        index, "opaque", type(node), None, node.outputs, links, locate(node.where), node.name(),
+        hooks=hook_kinds(node), seq=node.seq,
+    )  # fmt: skip
+    if type(node) is AccumulateNode:
+        spec.kind, spec.look = "leaf", _look(sizes, node.variable)
+        return spec
+    if not getattr(node, "traceable", False):
+        return spec
+    if node.saved is None:
+        raise Uncapturable("its graph was freed")
+    values, facts = node.values, {}
+    if isinstance(node, RuleNode):
+        spec.op = node.rule.name
+        facts = {key: fact for key, _, fact in node.plan.facts}
+        names = list(node.plan.index)
+        edged = [position >= 0 for _, _, position in node.plan.fast_inputs]
+    else:
+        names, edged = [f"saved_{i}" for i in range(len(node.saved))], []
+    if values is not None and not _is_plain(list(values.values())):
+        return spec  # a generator, say: it runs as it is
+    spec.kind, spec.plan = "rule", node.plan
+    for i, saved in enumerate(node.saved):
+        edge = i < len(edged) and edged[i]
+        spec.entries.append(_entry(sizes, saved, names[i], (i,), edge))
+    if values is not None:
+        spec.values = {}
+        for key, value in values.items():
+            sized = facts.get(key) in _SIZE_FACTS or key in _SIZE_ARGUMENTS or not facts and not isinstance(node, RuleNode)
+            spec.values[key] = _named(sizes, value) if sized else value
+    metas = getattr(node, "metas", None)
+    if metas is not None:
+        spec.metas = [None if m is None else Look(sizes.names(m[0]), m[1], m[2]) for m in metas]
+    spec.edge_counts = getattr(node, "edge_counts", None)
+    return spec
+
+
+def _copy(tracer: Tracer, spec: Spec, node: Node) -> Node:
+    """The stand-in of `node`; its edges are set later."""
+    made: Any
+    if spec.kind == "leaf":
+        made = _Leaf((), 1)
+    elif spec.kind == "opaque":
+        made = _Opaque((), node.outputs)
+        made.runs_without_gradient = node.runs_without_gradient
+    else:
+        cls = _traced_class(type(node))
+        made = object.__new__(cls)
+        for base in type(node).__mro__:
+            for slot in getattr(base, "__slots__", ()):
+                if slot not in ("__weakref__", "__dict__") and hasattr(node, slot):
+                    setattr(made, slot, getattr(node, slot))
+        made.saved = [_handed(e) for e in spec.entries]
+        if spec.values is not None:
+            made.values = {
+                k: _symbolic(tracer.sizes, v, node.values[k]) if v is not node.values[k] else v
+                for k, v in spec.values.items()
+            }
+        if spec.metas is not None:
+            made.metas = [
+                None if m is None else (torch.Size([tracer.sizes.symbolic(n) for n in m.shape]), m.dtype, m.device)
+                for m in spec.metas
+            ]
+    made.seq, made.code, made.offset = node.seq, node.code, node.offset
+    made.spec, made.tracer = spec, tracer
+    made.hooks = _stand_in_hooks(tracer, spec, node)
+    return made
+
+
+def _handed(entry: Entry) -> Any:
+    if entry.kind == "value":
+        return entry.value
+    return [_handed(e) for e in entry.parts] if entry.kind == "list" else entry
+
+
+def capture(
+    roots: Sequence[tuple[Edge, Tensor]],
+    create_graph: bool = False,
+    inputs: Sequence[Edge] | None = None,
+    accumulate: bool = True,
+    constant: frozenset[int] = frozenset(),
+) -> Captured:
+    """The backward from `roots` as a graph. The recorder must be off, the graph is left alone.
+
+    `constant`: numbers that are sizes of more than one thing, and get no symbol.
+    Raises Uncapturable where it cannot be one.
+    """
+    order = list(engine.count_edges(edge.node for edge, _ in roots))
+    if len(order) > MOST_NODES:
+        raise Uncapturable(f"it has {len(order)} nodes, and a program at most {MOST_NODES}")
+    numbers = {node: i for i, node in enumerate(order)}
+    sizes = Sizes(constant)
+    tracer = Tracer(sizes)
+    tracer.create_graph = create_graph
+    specs = [_spec(sizes, i, node, numbers) for i, node in enumerate(order)]
+    made = [_copy(tracer, spec, node) for spec, node in zip(specs, order, strict=True)]
+    for spec, node in zip(specs, made, strict=True):
+        node.edges = [
+            None if k is None else Edge(
+                made[k.target], k.index,
+                torch.Size([sizes.symbolic(n) for n in k.look.shape]), k.look.dtype,
+            )
+            for k in spec.links
+        ]  # fmt: skip
+    starts = []
+    looks = []
+    for i, (edge, grad) in enumerate(roots):
+        _check_tensor(grad)
+        look = _look(sizes, grad)
+        fake = tracer.like(look)
+        tracer.placeholder(f"grad_{i}", ("grad", i), fake)
+        shape = torch.Size([sizes.symbolic(n) for n in sizes.names(edge.shape)])
+        starts.append((Edge(made[numbers[edge.node]], edge.index, shape, edge.dtype), fake))
+        looks.append((numbers[edge.node], edge.index, look))
+    targets = None
+    if inputs is not None:
+        unreached = [e for e in inputs if e.node not in numbers]
+        if unreached:
+            raise Uncapturable("an input that the outputs do not depend on")
+        targets = [Edge(made[numbers[e.node]], e.index, e.shape, e.dtype) for e in inputs]
+    user, seam.user = seam.user, None
+    ignored, hooks.ignored = hooks.ignored, True
+    try:
+        with _private.no_transforms(), tracer.fake, tracer:
+            found = engine.run(starts, False, create_graph, targets, accumulate, in_place=False)
+    finally:
+        seam.user = user
+        hooks.ignored = ignored
+    outputs = tuple([None if g is None else tracer.value(g) for g in found])
+    tracer.graph.output(outputs)
+    return Captured(
+        tracer.graph, specs, looks,
+        None if inputs is None else [(numbers[e.node], e.index) for e in inputs],
+        sizes.values, sizes.guards(), tracer.notes, create_graph, accumulate,
+        tracer.constants,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""The steps of a program that are no ATen ops: those that reach outside its own values.
+
+Each function here is the target of `call_function` nodes. None is pure, so their order is kept by
+every pass. `box` is a list of one gradient, emptied by the step, so that the program holds it no
+longer than the step does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _private, engine, graph
+from ..graph import AccumulateNode, Node
+from ..saved import SavedTensor
+
+Grads = list[Tensor | None]
+
+
+def check(tensor: Tensor, versions: int, shift: int) -> Tensor:
+    """A tensor that was saved as it is, and not changed in place since. Written out in the
+    generated code; see `emit`."""
+    raise AssertionError("never called")
+
+
+def read(saved: SavedTensor, node: Node | None, keep: bool) -> Tensor:
+    """A saved tensor without hooks. `node`: given where it shall come attached to its graph."""
+    return saved.unpack(node, node is not None)
+
+
+def unpack(saved: SavedTensor, node: Node | None, keep: bool) -> Tensor:
+    """A saved tensor through its unpack hook."""
+    return saved.unpack(node, node is not None)
+
+
+def release(node: Node) -> None:
+    """Backward through `node` is over: let go of what it saved. Left out where the graph is kept."""
+    node.release()
+
+
+def tensor_hooks(node: Node, index: int, box: Grads) -> Tensor | None:
+    """The hooks on output `index` of `node`, in order of registration."""
+    hooks = node.hooks
+    fns = hooks.tensor.get(index) if hooks is not None else None
+    return engine.call_tensor_hooks((fns or {}).values(), box.pop(), node)
+
+
+def leaf_hooks(leaf: AccumulateNode, box: Grads) -> Tensor | None:
+    """The hooks on a leaf itself."""
+    return engine.call_tensor_hooks(leaf.leaf_hooks(), box.pop(), leaf)
+
+
+def retain_grad(node: Node, index: int, grad: Tensor | None) -> None:
+    """`retain_grad()` on output `index` of `node`."""
+    ref = node.hooks.retained.get(index) if node.hooks is not None else None
+    tensor = ref() if ref is not None else None
+    if tensor is not None and grad is not None:
+        engine.retain(tensor, grad)
+
+
+def pre_hooks(node: Node, *grads: Tensor | None) -> Grads:
+    """The hooks that run before `node`."""
+    assert node.hooks is not None
+    return engine.pre_hooks(node, node.hooks, list(grads))
+
+
+def post_hooks(node: Node, results: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Any:
+    """The hooks that run after `node`; they see its gradients as its inputs will get them."""
+    assert node.hooks is not None
+    return engine.after(node, node.hooks, results, list(grads))
+
+
+def call_node(node: Node, box: Grads, needs: Sequence[bool] | None) -> Sequence[Tensor | None]:
+    """A node that cannot be traced (a custom Function, an op that falls back), run as it is. Its
+    gradients come in the shape and dtype that its inputs have."""
+    task = engine.current_task()
+    if task is not None:
+        task.node = node
+    results = node.apply(box, needs)
+    if len(results) != len(node.edges):
+        raise graph.GradientError(
+            f"{node.name()} returned {len(results)} gradients for its {len(node.edges)} inputs"
+        )
+    return [
+        g if g is None or e is None else engine.fit(g, e, node, i)
+        for i, (g, e) in enumerate(zip(results, node.edges, strict=True))
+    ]
+
+
+def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, of which nothing is known before they are there."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b if a.layout is torch.strided else b + a
+
+
+def accumulate(leaf: AccumulateNode, box: Grads) -> None:
+    """Add a gradient to the leaf's `.grad`."""
+    grad = box.pop()
+    if grad is not None and _private.native_requires_grad(leaf.variable):
+        with leaf._lock:
+            graph.accumulate(leaf.variable, grad)
+
+
+def post_accumulate_hooks(leaf: AccumulateNode) -> None:
+    """The leaf's post-accumulate-grad hooks."""
+    for hook in tuple((leaf.variable._post_accumulate_grad_hooks or {}).values()):
+        graph.call_user(hook, leaf.variable)
+
+
+STEPS = frozenset([
+    check, read, unpack, release, tensor_hooks, leaf_hooks, retain_grad, pre_hooks, post_hooks,
+    call_node, add, accumulate, post_accumulate_hooks,
+])  # fmt: skip
