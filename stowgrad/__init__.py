@@ -20,6 +20,7 @@ from .errors import (
 )
 from .memory import Recompute, Stow, ToDisk, ToHost
 from .memory.checkpoint import checkpoint
+from .program import Program, Uncapturable, capture, compiled_backward, program_cache
 from .record import record
 from .saved import (
     SavedInfo,
@@ -42,6 +43,7 @@ __all__ = [
     "InPlaceError",
     "NotDifferentiableError",
     "OutsideRecordError",
+    "Program",
     "Recompute",
     "SavedInfo",
     "SavedTensor",
@@ -51,12 +53,16 @@ __all__ = [
     "StowgradError",
     "ToDisk",
     "ToHost",
+    "Uncapturable",
     "backward",
+    "capture",
     "checkpoint",
+    "compiled_backward",
     "compose",
     "disable_saved_tensors_hooks",
     "grad",
     "pop_hooks",
+    "program_cache",
     "push_hooks",
     "record",
     "recording",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import engine, graph
-from .context import backward_scope, below_overrides
+from .context import backward_scope, below_overrides, this_thread
 from .errors import GradientError, NotDifferentiableError, describe
 from .graph import AccumulateNode, Edge, Node
 from .record import record
@@ -81,6 +81,24 @@ def run_backward(
 ) -> tuple[Tensor | None, ...]:
     """What PyTorch's engine entry does, on our graph. `outputs` and `inputs` are tensors or
     gradient edges (node, output_nr)."""
+    roots = roots_of(outputs, grads)
+    targets = targets_of(inputs, accumulate) if inputs else None
+    run = this_thread.backward or engine.run
+    with backward_scope(create_graph), below_overrides():
+        captured = run(roots, keep_graph, create_graph, targets, accumulate)
+    if accumulate:
+        return ()
+    if not allow_unreachable and any(g is None for g in captured):
+        missing = next(i for i, g in enumerate(captured) if g is None)
+        raise NotDifferentiableError(
+            f"The differentiated Tensor at index {missing} appears to not have been used in the "
+            "graph. Set allow_unused=True if this is the desired behavior."
+        )
+    return tuple(captured)
+
+
+def roots_of(outputs: Sequence[Any], grads: Sequence[Tensor | None]) -> list[tuple[Edge, Tensor]]:
+    """Where a backward begins: the edge of each output, with its gradient."""
     roots = []
     for output, grad in zip(outputs, grads, strict=True):
         if isinstance(output, Tensor):
@@ -96,33 +114,25 @@ def run_backward(
         if grad is None:
             grad = torch.ones(edge.shape, dtype=edge.dtype)
         roots.append((edge, grad))
-    targets: list[Edge] | None = None
-    if inputs:
-        targets = []
-        for tensor in inputs:
-            if not isinstance(tensor, Tensor):
-                targets.append(edge_of_public(tensor))
-                continue
-            if not tensor.requires_grad:
-                raise NotDifferentiableError(
-                    f"One of the differentiated Tensors does not require grad ({describe(tensor)})"
-                )
-            edge = gradient_edge(tensor)
-            if accumulate and not isinstance(edge.node, AccumulateNode):
-                edge.node.ensure_hooks().retained[edge.index] = weakref.ref(tensor)
-            targets.append(edge)
-    del output, grad
-    with backward_scope(create_graph), below_overrides():
-        captured = engine.run(roots, keep_graph, create_graph, targets, accumulate)
-    if accumulate:
-        return ()
-    if not allow_unreachable and any(g is None for g in captured):
-        missing = next(i for i, g in enumerate(captured) if g is None)
-        raise NotDifferentiableError(
-            f"The differentiated Tensor at index {missing} appears to not have been used in the "
-            "graph. Set allow_unused=True if this is the desired behavior."
-        )
-    return tuple(captured)
+    return roots
+
+
+def targets_of(inputs: Sequence[Any], accumulate: bool) -> list[Edge]:
+    """The edges of the inputs that a backward is limited to."""
+    targets: list[Edge] = []
+    for tensor in inputs:
+        if not isinstance(tensor, Tensor):
+            targets.append(edge_of_public(tensor))
+            continue
+        if not tensor.requires_grad:
+            raise NotDifferentiableError(
+                f"One of the differentiated Tensors does not require grad ({describe(tensor)})"
+            )
+        edge = gradient_edge(tensor)
+        if accumulate and not isinstance(edge.node, AccumulateNode):
+            edge.node.ensure_hooks().retained[edge.index] = weakref.ref(tensor)
+        targets.append(edge)
+    return targets
 
 
 def edge_of_public(gradient_edge: Any) -> Edge:

@@ -55,6 +55,7 @@ class _Thread(threading.local):
         self.entered: list[int] = []  # the depth around each record() that is entered
         self.before: Before | None = None
         self.guard: Any = None
+        self.backward: Callable[..., Any] | None = None  # runs a backward; None: engine.run
         self.overrides: Any = None  # in a backward: the state of __torch_function__ around it
 
 

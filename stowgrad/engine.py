@@ -35,20 +35,49 @@ Grads = list[Tensor | None]
 
 
 class Task:
-    """One call of `run`, and what code running inside it may ask about."""
+    """One backward, and what code running inside it may ask about. Within it, it is the current."""
 
     captured: Collection[Node] = ()  # gradients are captured there
     needed: set[Node] | None = None  # None: all nodes
     node: Node | None = None
-    reachable: dict[Node, int]
     root: Node | None = None  # where it starts, if that is one place
 
-    def __init__(self, create_graph: bool, keep_graph: bool) -> None:
+    def __init__(self, create_graph: bool, keep_graph: bool, roots: list[Node]) -> None:
         self.id = next(_task_ids)
         self.create_graph = create_graph
         self.keep_graph = keep_graph
-        self.grad_mode = torch.is_grad_enabled()  # around it
+        self.roots = roots
         self.callbacks: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Task:
+        self.grad_mode = torch.is_grad_enabled()  # around it
+        self._depth = len(_tasks.stack)
+        _tasks.stack.append(self)
+        _private.set_grad_enabled(self.create_graph)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        _private.set_grad_enabled(self.grad_mode)
+        del _tasks.stack[self._depth :]
+
+    def limit(self, inputs: Sequence[Edge], accumulate: bool) -> None:
+        """Only what leads to `inputs` runs, and gradients are captured there (or accumulated)."""
+        self.root = self.roots[0] if len(self.roots) == 1 else None
+        targets = {edge.node for edge in inputs}
+        if not accumulate:
+            self.captured = targets
+        self.needed = _leading_to(targets, self.roots, accumulate)
+
+    def run_callbacks(self) -> None:
+        while self.callbacks:
+            callbacks, self.callbacks = self.callbacks, []
+            for callback in callbacks:
+                call_user(callback)
+
+    @functools.cached_property
+    def reachable(self) -> dict[Node, int]:
+        """Every node that leads into it, with the number of its edges in."""
+        return count_edges(self.roots)
 
     @functools.cached_property
     def notes(self) -> weakref.WeakKeyDictionary[Any, Any]:
@@ -102,31 +131,20 @@ def run(
     `accumulate`: leaves among `inputs` (or all leaves, without `inputs`) add to their `.grad`.
     Raises what a hook or a rule raises; callbacks and state are cleaned up in every case.
     """
-    task = Task(create_graph, keep_graph)
-    dependencies = task.reachable = count_edges(edge.node for edge, _ in roots)
+    task = Task(create_graph, keep_graph, [edge.node for edge, _ in roots])
+    dependencies = task.reachable
     captures: dict[Node, list[tuple[int, int]]] | None = None
     if inputs is not None:
-        task.root = roots[0][0].node if len(roots) == 1 else None
         captures = {}
         if not accumulate:
             for position, edge in enumerate(inputs):
                 captures.setdefault(edge.node, []).append((edge.index, position))
-            task.captured = set(captures)
-        task.needed = _leading_to({e.node for e in inputs}, (e.node for e, _ in roots), accumulate)
+        task.limit(inputs, accumulate)
     captured: Grads = [None] * (len(inputs) if inputs is not None else 0)
 
-    depth = len(_tasks.stack)
-    try:
-        _tasks.stack.append(task)
-        _private.set_grad_enabled(create_graph)
+    with task:
         _loop(task, roots, dependencies, captures, captured, in_place and not create_graph)
-        while task.callbacks:
-            callbacks, task.callbacks = task.callbacks, []
-            for callback in callbacks:
-                call_user(callback)
-    finally:
-        _private.set_grad_enabled(task.grad_mode)
-        del _tasks.stack[depth:]
+        task.run_callbacks()
     return captured
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any
 
 import torch
@@ -529,12 +529,19 @@ class record(ContextDecorator):
     >>> with sg.record():
     ...     loss = model(x).square().mean()
     ...     loss.backward()
+
+    `backward`: a context that says how backwards run (`sg.compiled_backward()`), entered within.
     """
+
+    def __init__(self, backward: AbstractContextManager[Any] | None = None) -> None:
+        self._backward = backward
 
     def __enter__(self) -> record:
         from . import autocast, torch_api
 
         thread = this_thread
+        if self._backward is not None:
+            self._backward.__enter__()
         if thread.depth == 0:
             before = Before()
             autocast.enter()
@@ -552,6 +559,8 @@ class record(ContextDecorator):
             except BaseException:
                 torch_api.unbind()
                 autocast.leave()
+                if self._backward is not None:
+                    self._backward.__exit__(None, None, None)
                 raise
         thread.entered.append(thread.depth)
         thread.depth += 1
@@ -576,3 +585,5 @@ class record(ContextDecorator):
                 guard.__exit__(None, None, None)
                 torch_api.unbind()
                 autocast.leave()
+        if self._backward is not None:
+            self._backward.__exit__(*exc)

@@ -319,7 +319,7 @@ class SavedTensor:
         if packed is None:
             assert data is not None
             if data._version != self._version:
-                raise self._changed(data._version, data)
+                raise self.changed(data._version, data)
             if self._output is None or not graph:
                 return data
             plain = _private.alias(data)
@@ -343,7 +343,7 @@ class SavedTensor:
         version = packed.probe._version if packed.probe is not None else packed.version
         changed = version != packed.version
         if changed and packed.aliased:
-            raise self._changed(version, packed)
+            raise self.changed(version, packed)
         handed = packed.handed
         written = handed.probe._version if handed is not None else 0
         with torch.no_grad():
@@ -360,7 +360,7 @@ class SavedTensor:
             )
         if changed and packed.storage is not None and packed.storage.holds(result):
             # an alias that the search after `pack` did not find
-            raise self._changed(version, packed)
+            raise self.changed(version, packed)
         if handed is not None and handed.version != written == handed.probe._version:
             if handed.holds(result):
                 raise SavedTensorChanged(
@@ -483,7 +483,8 @@ class SavedTensor:
             "backward through the graph a second time or to access saved tensors after backward."
         )
 
-    def _changed(self, version: int, kept: Tensor | _Packed) -> SavedTensorChanged:
+    def changed(self, version: int, kept: Tensor | _Packed) -> SavedTensorChanged:
+        """The error for a tensor that was changed in place since, to `version`."""
         key: int | None = None
         if isinstance(kept, _Packed):
             what, saved_at = _brief(kept.info), kept.version

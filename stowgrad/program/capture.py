@@ -92,6 +92,7 @@ class Spec:
     hooks: tuple[Any, ...] = ()  # which kinds of hook it has
     seq: float = 0.0
     placeholder: torch.fx.Node | None = None  # where the program needs the node itself
+    stolen: bool = False  # what it saved is taken from it when the program begins
     versions: torch.fx.Node | None = None
 
 
@@ -109,24 +110,35 @@ class Captured:
     create_graph: bool
     accumulate: bool
     constants: dict[str, Tensor]
+    stream: list[int]
+    structure: list[Any]
+    sizes: Sizes
 
 
 class Sizes:
-    """The symbols of one capture, a name for each number. `constant`: numbers that have none."""
+    """The symbols of one capture, a name for each number.
 
-    def __init__(self, constant: frozenset[int]) -> None:
+    `streams`: the numbers that were named, in turn, when other graphs of the same structure were
+    captured. What has differed in any of them is two symbols, though it may be equal now.
+    """
+
+    def __init__(self, streams: Sequence[list[int]]) -> None:
         self.env = _private.new_shape_env()
-        self.constant = constant
         self.values: dict[str, int] = {}
         self.symbols: dict[str, Any] = {}  # their SymInts
-        self._names: dict[int, str] = {}
+        self.stream: list[int] = []
+        self._streams = streams
+        self._names: dict[tuple[int, ...], str] = {}
 
     def name(self, value: int) -> Size:
-        if value < 2 or value > 2**31 or value in self.constant:
+        at = len(self.stream)
+        self.stream.append(value)
+        if value < 2 or value > 2**31:
             return int(value)
-        name = self._names.get(value)
+        key = (value, *[s[at] for s in self._streams if at < len(s)])
+        name = self._names.get(key)
         if name is None:
-            name = self._names[value] = f"s{len(self._names)}"
+            name = self._names[key] = f"s{len(self._names)}"
             self.values[name] = value
             self.symbols[name] = _private.new_size(self.env, name, value)
         return name
@@ -670,18 +682,22 @@ def capture(
     create_graph: bool = False,
     inputs: Sequence[Edge] | None = None,
     accumulate: bool = True,
-    constant: frozenset[int] = frozenset(),
+    before: Sequence[Captured] = (),
 ) -> Captured:
     """The backward from `roots` as a graph. The recorder must be off, the graph is left alone.
 
-    `constant`: numbers that are sizes of more than one thing, and get no symbol.
-    Raises Uncapturable where it cannot be one.
+    `before`: captures of other graphs that began from the same op; those of the same structure tell
+    which sizes are equal by chance. Raises Uncapturable where it cannot be one.
     """
     order = list(engine.count_edges(edge.node for edge, _ in roots))
     if len(order) > MOST_NODES:
         raise Uncapturable(f"it has {len(order)} nodes, and a program at most {MOST_NODES}")
     numbers = {node: i for i, node in enumerate(order)}
-    sizes = Sizes(constant)
+    structure = [
+        (getattr(n, "plan", type(n)), [e and (numbers[e.node], e.index) for e in n.edges])
+        for n in order
+    ]
+    sizes = Sizes([b.stream for b in before if b.structure == structure])
     tracer = Tracer(sizes)
     tracer.create_graph = create_graph
     specs = [_spec(sizes, i, node, numbers) for i, node in enumerate(order)]
@@ -724,5 +740,5 @@ def capture(
         tracer.graph, specs, looks,
         None if inputs is None else [(numbers[e.node], e.index) for e in inputs],
         sizes.values, sizes.guards(), tracer.notes, create_graph, accumulate,
-        tracer.constants,
+        tracer.constants, sizes.stream, structure, sizes,
     )  # fmt: skip

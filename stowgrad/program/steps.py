@@ -26,12 +26,12 @@ def check(tensor: Tensor, versions: int, shift: int) -> Tensor:
     raise AssertionError("never called")
 
 
-def read(saved: SavedTensor, node: Node | None, keep: bool) -> Tensor:
+def read(saved: SavedTensor, node: Node | None) -> Tensor:
     """A saved tensor without hooks. `node`: given where it shall come attached to its graph."""
     return saved.unpack(node, node is not None)
 
 
-def unpack(saved: SavedTensor, node: Node | None, keep: bool) -> Tensor:
+def unpack(saved: SavedTensor, node: Node | None) -> Tensor:
     """A saved tensor through its unpack hook."""
     return saved.unpack(node, node is not None)
 
