@@ -28,6 +28,7 @@ from ..graph import AccumulateNode, Edge, Node, NodeHooks, locate, seam
 from ..rules.table import VERSION_BITS, RuleNode
 from ..saved import SavedTensor, hooks
 from . import steps
+from .storages import Storages, note
 
 MOST_NODES = 20_000  # more are run node by node: the code for them would take longer to make
 
@@ -113,6 +114,7 @@ class Captured:
     stream: list[int]
     structure: list[Any]
     sizes: Sizes
+    storages: Storages  # which saved tensors share memory, as at capture
 
 
 class Sizes:
@@ -740,5 +742,5 @@ def capture(
         tracer.graph, specs, looks,
         None if inputs is None else [(numbers[e.node], e.index) for e in inputs],
         sizes.values, sizes.guards(), tracer.notes, create_graph, accumulate,
-        tracer.constants, sizes.stream, structure, sizes,
+        tracer.constants, sizes.stream, structure, sizes, note(order, specs),
     )  # fmt: skip
