@@ -153,6 +153,9 @@ def modes_beneath() -> bool:
     return mode_count() > 0 and not all(getattr(m, "passive", False) for m in mode_stack())
 
 
+# Why: to leave the recorder out around one call; taking it off the stack and back costs more.
+NoDispatchModes = torch._C._DisableTorchDispatch
+
 # How a view came to be; decides which in-place changes PyTorch allows on it.
 creation_meta: Callable[[Tensor], Any] = torch._C._autograd._get_creation_meta
 set_creation_meta: Callable[[Tensor, Any], None] = torch._C._autograd._set_creation_meta
@@ -439,7 +442,7 @@ def version_probe(tensor: Tensor) -> Tensor:
     """
     probe = alias(tensor)
     excluded = view_tracking_excluded()
-    with torch._C._DisableTorchDispatch():
+    with NoDispatchModes():
         _set_excluded(_VIEW_KEY, True)
         try:
             return probe.set_()  # type: ignore[call-overload]
@@ -551,3 +554,167 @@ def no_transforms() -> Iterator[None]:
         return
     with pyfunctorch.temporarily_clear_interpreter_stack():
         yield
+
+
+# -- lowering. Why: the backends of torch.compile take a graph and fake inputs. torch.compile itself
+# is the only public way to them, and it takes Python functions.
+
+
+def compiler_backend(name: str) -> Callable[..., Any]:
+    """The backend that torch.compile knows by this name; raises torch's error where there is none."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
+@contextmanager
+def compiling(examples: list[Any]) -> Iterator[None]:
+    """Within: a thread as a compiler expects it, whatever the caller had on; one at a time."""
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with ExitStack() as stack:
+        stack.enter_context(compile_lock)
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(no_transforms())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(autograd_included())
+        stack.enter_context(view_tracking())
+        stack.enter_context(torch._C._DisableAutocast())  # the casts are in the graph
+        stack.enter_context(tracing(TracingContext(detect_fake_mode(examples))))
+        yield
+
+
+def inductor(
+    module: torch.fx.GraphModule, examples: list[Any], options: dict[str, Any]
+) -> Callable[[list[Any]], Any]:
+    """Compile with Inductor to a function of one list of inputs, which it empties.
+
+    Why: so inputs are freed after their last use. What the registered backend gives takes them one
+    by one, and holds them to the end. `options`: of `torch._inductor.config`. Takes `module` over.
+    """
+    from torch._dynamo.utils import GmWrapper
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(GmWrapper(module, lambda flat: flat), examples, config_patches=options)  # type: ignore[arg-type, return-value]
+
+
+def has_cpp_compiler() -> bool:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+def no_cpp_compiler(error: BaseException | None) -> bool:
+    """Whether `error` comes from the lack of a C++ compiler."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    while error is not None:
+        if isinstance(error, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+# -- torch.compile's front end and AOTAutograd. Why: `torch.compile` is the public way to both, and
+# refuses to trace while a dispatch mode is on (ours is, when a region is met for the first time).
+
+
+def compiler_front_end(
+    fn: Any,
+    backend: Callable[..., Any],
+    *,
+    dynamic: bool | None,
+    fullgraph: bool,
+    step_aside: Callable[[], Any],
+) -> Any:
+    """`fn` as torch.compile would make it with this `backend`.
+
+    `step_aside()` is called when a frame is about to be traced. It takes off what the tracer may
+    not see, and gives an object whose `back()` puts that on again: first of all for the making of
+    the guards, which note the thread's dispatch state, and are later asked with everything on.
+    """
+    import torch._dynamo
+    from torch._dynamo import trace_rules
+
+    global _frames_skipped
+    if not _frames_skipped:  # what we do between two regions is not the user's code
+        _frames_skipped = True
+        trace_rules.add(__name__.partition(".")[0])
+    local = threading.local()
+
+    def guards_are_made(guards: Any) -> list[bool]:
+        if getattr(local, "aside", None):
+            local.aside[-1].back()
+        return [True] * len(guards)
+
+    made: Any = torch._dynamo.optimize(  # type: ignore[attr-defined]
+        backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=guards_are_made
+    )
+    inner = getattr(made, "callback", None)
+    if inner is None:  # the compiler is switched off by the environment
+        return made(fn)
+
+    def callback(*frame: Any) -> Any:
+        aside = step_aside()
+        if not hasattr(local, "aside"):
+            local.aside = []
+        local.aside.append(aside)
+        try:
+            return inner(*frame)
+        finally:
+            local.aside.pop()
+            aside.back()
+
+    callback._torchdynamo_orig_backend = inner  # type: ignore[attr-defined]
+    made.callback = callback
+    return made(fn)
+
+
+_frames_skipped = False
+
+
+def compile_joint(
+    module: Any,
+    inputs: Any,
+    *,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition: Callable[..., Any],
+    decompositions: dict[Any, Any] | None,
+) -> Callable[..., Any]:
+    """AOTAutograd: the joint graph of `module`, cut by `partition` and compiled by the others."""
+    import torch._functorch.config
+    from torch._functorch.aot_autograd import aot_module_simplified
+
+    # A donated buffer is one that the backward may overwrite; ours may be needed again.
+    with torch._functorch.config.patch(donated_buffer=False):
+        return aot_module_simplified(
+            module,
+            inputs,
+            fw_compiler=forward,
+            bw_compiler=backward,
+            inference_compiler=inference,
+            partition_fn=partition,
+            decompositions=decompositions,
+        )
+
+
+def min_cut_partition(*args: Any, **kwargs: Any) -> Any:
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(*args, **kwargs)
+
+
+def boxed_codegen() -> Any:
+    """Code for an fx graph that takes its inputs in one list, which it empties."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    return _BoxedCodeGen()

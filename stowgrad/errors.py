@@ -47,6 +47,10 @@ class GradientError(StowgradError):
     """A gradient has the wrong shape, dtype or device for the tensor it belongs to."""
 
 
+class CompileError(StowgradError):
+    """A backward cannot be compiled, for want of what the backend needs."""
+
+
 class StowError(StowgradError):
     """A stowed tensor could not be written or brought back."""
 

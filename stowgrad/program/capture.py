@@ -568,10 +568,19 @@ def _strides(sizes: Sizes, tensor: Tensor) -> Any:
         order = sorted(range(tensor.dim()), key=lambda d: (stride[d], tensor.shape[d] != 1), reverse=True)
         back = [order.index(d) for d in range(tensor.dim())]
         return lambda shape: torch.empty([shape[d] for d in order], dtype=dtype, device=device).permute(back)
-    names = sizes.names(stride)
-    return lambda shape: torch.empty_strided(
-        shape, [sizes.symbolic(n) for n in names], dtype=dtype, device=device
-    )
+    return _Strided(sizes, tensor)
+
+
+class _Strided:
+    """Makes fake tensors with strides like those of `tensor`, which has gaps or overlaps."""
+
+    def __init__(self, sizes: Sizes, tensor: Tensor) -> None:
+        self.names = sizes.names(tensor.stride())
+        self._sizes, self._dtype, self._device = sizes, tensor.dtype, tensor.device
+
+    def __call__(self, shape: Any) -> Tensor:
+        strides = [self._sizes.symbolic(n) for n in self.names]
+        return torch.empty_strided(shape, strides, dtype=self._dtype, device=self._device)
 
 
 def _check_tensor(tensor: Tensor) -> None:

@@ -149,7 +149,7 @@ class Emitter:
             return f"{name} = {args[0]}"
         if target is steps.release:
             return f"if not keep: {self._call(target)}({self._argument(args[0])})"
-        if target in _BOXED:
+        if target in _BOXED or getattr(target, "_boxed_call", False):
             return self._boxed(node, gone)
         assert callable(target)
         parts = [self._argument(a) for a in args]

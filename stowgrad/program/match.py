@@ -210,6 +210,7 @@ class Matcher:
                 if not entry.edge:
                     assert entry.look is not None
                     self._look(name, entry.look, what)
+                self._strides(name, entry, what)
             else:
                 assert entry.look is not None
                 packed = entry.kind == "packed"
@@ -222,6 +223,13 @@ class Matcher:
                     self._fail("d is not None", f"{what} has hooks now")
                     self._line(f"d = {name}._data")
                 self._look("d", entry.look, what)
+                self._strides("d", entry, what)
+
+    def _strides(self, text: str, entry: Entry, what: str) -> None:
+        """Take from a tensor with gaps those strides that no size has told."""
+        for i, size in enumerate(getattr(entry.strides, "names", ())):
+            if isinstance(size, str) and size not in self._bound:
+                self._bind(size, f"{text}.stride({i})", f"the strides of {what}")
 
     def _values(self, values: dict[str, Any], n: str) -> None:
         sized = {k: v for k, v in values.items() if _has_sizes(v)}
