@@ -2,15 +2,16 @@
 
 The steps of a program say what shares memory with what among the values that the program makes.
 They cannot say it of its inputs: one tensor may be saved by several nodes, as itself or as views,
-and may be a parameter. So that is written down when the graph is there to be looked at. Only numbers
-are kept, so nothing is held alive. It is a note for predictions: no program is refused because
-another graph shares its memory in another way.
+and may be a parameter. So that is written down while the graph is there to be looked at. Only
+numbers are kept, so nothing is held alive. It is a note for predictions: no program is refused
+because another graph shares its memory in another way.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -50,6 +51,7 @@ class Storages:
     held: dict[Place, tuple[int, ...]] = field(default_factory=dict)
     origins: dict[Place, int] = field(default_factory=dict)
     region: dict[Place, int] = field(default_factory=dict)
+    whole: set[Place] = field(default_factory=set)  # views packed with all of their storage
     opaque: dict[int, tuple[int, ...]] = field(default_factory=dict)  # what such a node holds
     _numbers: dict[int, int] = field(default_factory=dict)
 
@@ -114,6 +116,8 @@ def _note(made: Storages, place: Place, saved: Any, regions: dict[int, tuple[int
         shape = max(info.shape, info.view_of or (), key=math.prod)
         nbytes = math.prod(shape) * info.dtype.itemsize
         made.origins[place] = made._number(packed.storage.key, nbytes)
+        if info.view_of is not None and _file_bytes(packed.value) >= nbytes:
+            made.whole.add(place)  # so torch.save does, and so torch.load gives it back
     unpack = packed.pair.unpack
     if getattr(unpack, "__module__", "") in _RECOMPUTING:
         key = id(packed.pair)
@@ -123,6 +127,16 @@ def _note(made: Storages, place: Place, saved: Any, regions: dict[int, tuple[int
         made.held[place] = regions[key]
     elif not getattr(type(packed.value), "holds_no_alias", False):
         made.held[place] = _numbers(made, [packed.value])
+
+
+def _file_bytes(packed: Any) -> int:
+    """How long the file is that a packed value names; -1 if it names none."""
+    if not isinstance(packed, (str, PurePath)):
+        return -1
+    try:
+        return os.stat(packed).st_size
+    except (OSError, ValueError):
+        return -1
 
 
 def _numbers(made: Storages, todo: list[Any]) -> tuple[int, ...]:
