@@ -23,17 +23,24 @@ import train_gpt
 Loss = Callable[[], Tensor]
 
 
-def chain(length: int = 50, elements: int = 4) -> Callable[[], None]:
-    """`length` multiplications of `elements` elements, and their backward."""
+def chain_loss(length: int = 50, elements: int = 4) -> Loss:
+    """`length` multiplications of `elements` elements, without a gradient from before."""
     x = torch.full((elements,), 1.01, requires_grad=True)
 
-    def work() -> None:
+    def loss() -> Tensor:
+        x.grad = None
         y = x
         for _ in range(length):
             y = y * x
-        y.sum().backward()
+        return y.sum()
 
-    return work
+    return loss
+
+
+def chain() -> Callable[[], None]:
+    """The chain and its backward."""
+    loss = chain_loss()
+    return lambda: loss().backward()
 
 
 class Training:
@@ -52,6 +59,17 @@ class Training:
         self.optimizer.zero_grad()
         self.loss().backward()
         self.optimizer.step()
+
+    def fresh_loss(self) -> Tensor:
+        """The loss, without gradients from before."""
+        self.optimizer.zero_grad()
+        return self.loss()
+
+    def loss_of_first(self, length: int) -> Tensor:
+        """As `fresh_loss`, of the first `length` of each sequence."""
+        self.optimizer.zero_grad()
+        loss: Tensor = self.model.loss(*(part[:, :length] for part in self.batch))
+        return loss
 
     def held(self) -> Iterator[Tensor]:
         """The tensors that are there between steps."""
