@@ -654,7 +654,7 @@ def compiler_front_end(
             local.aside[-1].back()
         return [True] * len(guards)
 
-    made: Any = torch._dynamo.optimize(  # type: ignore[attr-defined]
+    made: Any = torch._dynamo.optimize(
         backend, nopython=fullgraph, dynamic=dynamic, guard_filter_fn=guards_are_made
     )
     inner = getattr(made, "callback", None)
@@ -694,12 +694,21 @@ def compile_joint(
     import torch._functorch.config
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    # A donated buffer is one that the backward may overwrite; ours may be needed again.
-    with torch._functorch.config.patch(donated_buffer=False):
+    def compile_forward(gm: Any, example_inputs: Any) -> Any:
+        metadata: Any = getattr(torch._guards.TracingContext.try_get(), "fw_metadata", None)
+        if getattr(metadata, "bw_donated_idxs", ()) is None:
+            metadata.bw_donated_idxs = []  # else a backward with retain_graph is refused
+        return forward(gm, example_inputs)
+
+    # A donated buffer is one that the backward may overwrite; ours may be needed again. And the
+    # backward graph is made at once, not when it is first run.
+    config = torch._functorch.config
+    wanted = {"donated_buffer": False, "force_non_lazy_backward_lowering": True}
+    with config.patch({k: v for k, v in wanted.items() if hasattr(config, k)}):
         return aot_module_simplified(
             module,
             inputs,
-            fw_compiler=forward,
+            fw_compiler=compile_forward,
             bw_compiler=backward,
             inference_compiler=inference,
             partition_fn=partition,
@@ -718,3 +727,9 @@ def boxed_codegen() -> Any:
     from torch.fx.graph import _BoxedCodeGen
 
     return _BoxedCodeGen()
+
+
+def size_hint(size: Any) -> int:
+    """The value that a symbolic size had when it was traced. (`int(size)` would fix it to that.)"""
+    hint = size.node.hint
+    return 0 if hint is None else int(hint)

@@ -238,11 +238,18 @@ def _classes(cls: Any) -> tuple[Any, type[FunctionNode]]:
     return found
 
 
+# How the function is applied into which PyTorch's AOTAutograd makes a compiled region; set by
+# program/forward.py when it is there.
+apply_region: Callable[[Any, tuple[Any, ...]], Any] | None = None
+
+
 def apply(cls: Any, *args: Any) -> Any:
     """Run the Function `cls` on `args` and record it, as PyTorch's `Function.apply` does.
 
     Raises what PyTorch raises, in its words, for an output or a mark that cannot be.
     """
+    if apply_region is not None and "compiled_fw" in vars(cls):
+        return apply_region(cls, args)
     tensors = [a for a in args if isinstance(a, Tensor)]
     needs = tuple([isinstance(a, Tensor) and _tracked(a) for a in args])
     recorded = any(needs) and _private.grad_enabled() and not _private.inference_enabled()

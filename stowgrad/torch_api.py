@@ -188,7 +188,8 @@ def _grad_fn(self: Tensor) -> Any:
 
 def _is_leaf(self: Tensor) -> bool:
     if not recording():
-        return _private.native_is_leaf(self)
+        # PyTorch's compiler, which traces with recording off, must know too that ours is none
+        return _private.native_is_leaf(self) and graph.state(self) is None
     return _grad_fn(self) is None
 
 
