@@ -8,12 +8,13 @@ Not known, and not counted: what user code inside an unpack, a hook or a custom 
 for itself, and what the caller of backward holds (other than leaves). Of a checkpointed region, the
 tensors that it recomputes are counted from the first of its unpacks on, each until its own unpack
 is used up; what its second run makes and does not save is not. With `create_graph`, what the
-program's own graph would save is not counted. What a compiled stretch needs for itself is not known
-either.
+program's own graph would save is not counted. A compiled stretch is taken to need what its ops need
+one by one, as while a dispatch mode looks on; compiled, it may need less or more.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator
@@ -345,6 +346,8 @@ class _Model:
                 self._new(self._nbytes(t), ACCUMULATED, i, self.end)
         elif isinstance(target, torch._ops.OpOverload) and _private.is_composite(target):
             self.inside[i] = self._inside(node)
+        elif isinstance(module := getattr(target, "source", None), torch.fx.GraphModule):
+            self.inside[i] = self._inside_stretch(module.graph)
         dies = self.dies.get(variable(node), i)
         for fake in fakes:
             key = _private.storage_key(fake)
@@ -483,6 +486,30 @@ class _Model:
                     return 0
         results = {_private.storage_key(t) for t in tensors(out)}
         return max(0, watch.peak - sum(watch.seen.get(key, 0) for key in results))
+
+    def _inside_stretch(self, graph: torch.fx.Graph) -> int:
+        """As `_inside`, of a compiled stretch: what its ops need when they run one by one."""
+        nodes = list(graph.nodes)
+        at = {node: i for i, node in enumerate(nodes)}
+        given: set[int] = set()
+        births: dict[int, tuple[int, int]] = {}  # storage -> its first step, its bytes
+        deaths: dict[int, int] = {}
+        for i, node in enumerate(nodes):
+            last = max((at[u] for u in node.users), default=i)
+            for t in tensors(node.meta.get("val")):
+                key = _private.storage_key(t)
+                if node.op == "placeholder":
+                    given.add(key)
+                elif key not in given:
+                    births.setdefault(key, (i, self._nbytes(t)))
+                    deaths[key] = max(deaths.get(key, 0), last)
+        changes = [0] * (len(nodes) + 1)
+        for key, (birth, nbytes) in births.items():
+            changes[birth] += nbytes
+            changes[deaths[key] + 1] -= nbytes
+        end = len(nodes) - 1
+        results = sum(n for key, (_, n) in births.items() if deaths[key] == end)
+        return max(itertools.accumulate(changes)) - results
 
     def _concrete(self, node: torch.fx.Node) -> Any:
         """The value of `node` as a fake tensor of fixed sizes."""

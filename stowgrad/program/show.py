@@ -193,11 +193,11 @@ class _Text:
             rows.append((node, code, looks, sorted(frees.get(node, []), key=_natural)))
         width = _column(_WIDTH, (code for _, code, _, _ in rows))
         beside = _column(30, (looks for _, _, looks, _ in rows))
-        gone = _column(24, (f"free {', '.join(freed)}" for *_, freed in rows if freed))
+        gone = _column(24, (_free(freed) for *_, freed in rows))
         found = ["steps:"]
         before: Any = None
         for node, code, looks, freed in rows:
-            free = f"free {', '.join(freed)}" if freed else ""
+            free = _free(freed)
             row = f"  {code:<{width}}  {looks:<{beside}}  {free:<{gone}}"
             spec = node.meta.get("spec")
             if spec is not before and not (spec is not None and spec.kind == "leaf"):
@@ -292,6 +292,13 @@ _NO_VALUE = frozenset([
 def _column(most: int, cells: Iterable[str]) -> int:
     """How wide a column is. Cells that are wider stand out of it."""
     return max((n for n in map(len, cells) if n <= most), default=0)
+
+
+def _free(names: list[str]) -> str:
+    if not names:
+        return ""
+    more = [f"and {len(names) - 8} more"] if len(names) > 9 else []
+    return "free " + ", ".join((names[:8] if more else names) + more)
 
 
 def _by_no_node(node: torch.fx.Node) -> str:
@@ -424,7 +431,7 @@ def _draw(axes: Any, captured: Captured, times: Timeline) -> None:
     if count:
         left = peak < count / 2
         note = axes.annotate(
-            f"peak {_bytes(times.peak)}\n{_describe(times.steps[peak], peak)}",
+            f"peak {_bytes(times.peak)}\n{_describe(times.steps, peak)}",
             xy=(peak + 0.5, highest),
             xytext=(14 if left else -14, 10),
             textcoords="offset points",
@@ -451,13 +458,16 @@ def _draw(axes: Any, captured: Captured, times: Timeline) -> None:
     )  # fmt: skip
 
 
-def _describe(node: torch.fx.Node, number: int) -> str:
-    spec: Spec | None = node.meta.get("spec")
+def _describe(all_steps: list[torch.fx.Node], number: int) -> str:
+    """A step, and the line of the forward that it belongs to or comes after."""
+    node = all_steps[number]
     lines = [f"step {number}: {_target(node.target)}"]
+    specs = [n.meta.get("spec") for n in all_steps[: number + 1]]
+    spec: Spec | None = next((s for s in reversed(specs) if s is not None and s.where), None)
     if spec is not None:
-        lines.append(f"in the backward of {spec.op}")
-        if spec.where:
-            lines.append(_short(spec.where))
+        belongs = node.meta.get("spec") is spec
+        lines.append(f"{'in' if belongs else 'after'} the backward of {spec.op}")
+        lines.append(_short(spec.where))
     return "\n".join(line if len(line) <= 64 else line[:63] + "…" for line in lines)
 
 
