@@ -561,7 +561,7 @@ def no_transforms() -> Iterator[None]:
 
 
 def compiler_backend(name: str) -> Callable[..., Any]:
-    """The backend that torch.compile knows by this name; raises torch's error where there is none."""
+    """The backend that torch.compile knows by this name; raises its error where there is none."""
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(name)
@@ -587,17 +587,55 @@ def compiling(examples: list[Any]) -> Iterator[None]:
 
 
 def inductor(
-    module: torch.fx.GraphModule, examples: list[Any], options: dict[str, Any]
+    module: torch.fx.GraphModule,
+    examples: list[Any],
+    options: dict[str, Any],
+    whole: frozenset[Any],
 ) -> Callable[[list[Any]], Any]:
     """Compile with Inductor to a function of one list of inputs, which it empties.
 
     Why: so inputs are freed after their last use. What the registered backend gives takes them one
-    by one, and holds them to the end. `options`: of `torch._inductor.config`. Takes `module` over.
+    by one, and holds them to the end. `options`: of `torch._inductor.config`; `whole`: ops that it
+    shall call as they are. Takes `module` over.
     """
     from torch._dynamo.utils import GmWrapper
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
-    return compile_fx(GmWrapper(module, lambda flat: flat), examples, config_patches=options)  # type: ignore[arg-type, return-value]
+    table = {op: fn for op, fn in select_decomp_table().items() if op not in whole}
+    compiled: Any = compile_fx(
+        GmWrapper(module, lambda flat: flat),  # type: ignore[arg-type]
+        examples, config_patches=options, decompositions=table,
+    )  # fmt: skip
+    return compiled
+
+
+def inductor_pass(change: Callable[[torch.fx.Graph], None], key: str) -> Any:
+    """A pass over the graph that Inductor makes code for. Why: its passes are known to its cache of
+    compiled code by a key, which only a class of its own can give."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            change(graph)
+
+        def uuid(self) -> Any:
+            return key
+
+    return Pass()
+
+
+_library: list[Any] = []  # an op lasts as long as the library object that defined it
+
+
+def define_op(name: str, schema: str, function: Callable[..., Any]) -> None:
+    """Define the op stowgrad::`name`, which compilers do not look into. Why: the public
+    `torch.library.custom_op` wraps an op in checks that cost more than a small op itself."""
+    library = torch.library.Library("stowgrad", "FRAGMENT")
+    library.define(name + schema)
+    library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"stowgrad::{name}", function, lib=library)
+    _library.append(library)
 
 
 def has_cpp_compiler() -> bool:
@@ -733,3 +771,14 @@ def size_hint(size: Any) -> int:
     """The value that a symbolic size had when it was traced. (`int(size)` would fix it to that.)"""
     hint = size.node.hint
     return 0 if hint is None else int(hint)
+
+
+@contextmanager
+def no_modes() -> Iterator[None]:
+    """Within: no dispatch mode is on."""
+    modes = mode_stack()
+    set_mode_stack([])
+    try:
+        yield
+    finally:
+        set_mode_stack(modes)

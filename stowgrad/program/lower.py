@@ -24,14 +24,12 @@ from torch import Tensor
 
 from .. import _private
 from ..errors import CompileError
-from . import steps
+from . import inductor, steps
 from .capture import Captured, compute, item
 
 Backend = str | Callable[..., Any]
 
 MIN_OPS = 2  # fewer are not worth a call into compiled code
-
-INDUCTOR_OPTIONS: dict[str, Any] = {}
 
 _FIRST = frozenset([steps.check, steps.read, steps.release])
 _LAST = frozenset([steps.accumulate, steps.retain_grad])
@@ -110,7 +108,7 @@ class _Code:
     def plain(self, box: list[Any]) -> Sequence[Tensor]:
         inputs = tuple(box)
         box.clear()
-        return self.module.forward(*inputs)  # type: ignore[no-any-return, operator]
+        return self.module.forward(*inputs)
 
     def first(self, box: list[Any]) -> Sequence[Tensor]:
         """The first run. A backend may hand out an input's memory as an output (of `x * 1`, say),
@@ -233,8 +231,8 @@ class Lowering:
         if self.failed:
             more = f" (and {len(self.failed) - 1} more)" if len(self.failed) > 1 else ""
             warnings.warn(
-                f"the backend {self.name} could not compile {self.failed[0]}{more}; its ops run one "
-                "by one",
+                f"the backend {self.name} could not compile {self.failed[0]}{more}; its ops run "
+                "one by one",
                 stacklevel=2,
             )
 
@@ -261,7 +259,7 @@ class Lowering:
         self.count += 1
         graph = self.graph
         with graph.inserting_before(next(iter(inside))):
-            call = graph.call_function(Stretch(name, code), (builder.inputs,))  # type: ignore[arg-type]
+            call = graph.call_function(Stretch(name, code), (builder.inputs,))
             call.name = graph._graph_namespace.create_name(name, None)
             call.meta.update(spec=None, val=tuple(o.meta["val"] for o in builder.outputs))
             for i, output in enumerate(builder.outputs):
@@ -275,19 +273,12 @@ class Lowering:
         """Views of what comes in that are used outside are made outside, as views."""
         copies: dict[torch.fx.Node, torch.fx.Node] = {}
         first = next(iter(inside))
-        given = {
-            _private.storage_key(v)
-            for node in inside for n in node.all_input_nodes if n not in inside
-            for v in _tensors(n.meta.get("val"))
-        }  # fmt: skip
+        given = _storages(n for node in inside for n in node.all_input_nodes if n not in inside)
 
         def movable(node: torch.fx.Node) -> bool:
             if node not in inside:
                 return True
-            tensors = [n for n in node.all_input_nodes if n.op == "call_function" or _tensors(n.meta["val"])]
-            return all(_private.storage_key(v) in given for v in _tensors(node.meta["val"])) and all(
-                movable(n) for n in tensors
-            )
+            return _storages([node]) <= given and all(map(movable, node.all_input_nodes))
 
         def outside(node: torch.fx.Node) -> torch.fx.Node:
             if node not in inside:
@@ -322,14 +313,17 @@ class Lowering:
         return node
 
     def _compile(self, builder: _Builder, ops: int) -> _Code:
-        if self.inductor and any(v.device.type == "cpu" for v in builder.fakes if isinstance(v, Tensor)):
-            if not _private.has_cpp_compiler():
-                raise _no_compiler()
+        devices = [v.device.type for v in builder.fakes if isinstance(v, Tensor)]
+        device = next((d for d in devices if d != "cpu"), "cpu")
+        if self.inductor and device == "cpu" and not _private.has_cpp_compiler():
+            raise _no_compiler()
         examples = builder.examples()
-        module = builder.module()  # the backend may change it
+        rewrite = inductor.rewrite if self.inductor else None
+        module = builder.module(rewrite)  # the backend may change it
         with _private.compiling(examples):
             if self.inductor:
-                run = _private.inductor(module, examples, INDUCTOR_OPTIONS)
+                whole = inductor.WHOLE if device == "cpu" else frozenset()
+                run = _private.inductor(module, examples, inductor.options(module.graph), whole)
             else:
                 run = _unboxed(self.backend(module, examples))
         fit = _fitting(builder.fakes, self.sizes)
@@ -394,7 +388,7 @@ class _Builder:
             for v in self.fakes
         ]
 
-    def module(self) -> torch.fx.GraphModule:
+    def module(self, rewrite: Callable[..., Any] | None = None) -> torch.fx.GraphModule:
         graph = torch.fx.Graph()
         made: dict[torch.fx.Node, Any] = {}
         names: dict[str, Any] = dict(self.numbers)
@@ -419,7 +413,9 @@ class _Builder:
         for node in self.inside:
             args = torch.fx.node.map_arg(node.args, value)
             kwargs = torch.fx.node.map_arg(node.kwargs, value)
-            copy = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            copy = rewrite(graph, node, args, kwargs) if rewrite is not None else None
+            if copy is None:
+                copy = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
             copy.meta["val"] = node.meta["val"]
             made[node] = copy
         results = []
@@ -496,7 +492,7 @@ def _segments(graph: torch.fx.Graph) -> list[_Segment]:
         if node.op in ("placeholder", "output"):
             continue
         target = node.target
-        before = {_private.storage_key(v) for n in node.all_input_nodes for v in _tensors(n.meta.get("val"))}
+        before = _storages(node.all_input_nodes)
         if target in _FIRST or target is compute:
             segment.first.append(node)
         elif target is item and node.args[0] in opaque:
@@ -508,7 +504,7 @@ def _segments(graph: torch.fx.Graph) -> list[_Segment]:
             key in owned and key not in shown for key in _written(node)
         ):
             segment.middle.append(node)
-            owned |= {_private.storage_key(v) for v in _tensors(node.meta["val"])} - before
+            owned |= _storages([node]) - before
         else:
             found.append(segment)
             segment, owned, shown = _Segment(), set(), set()
@@ -554,8 +550,13 @@ def _computes(node: torch.fx.Node) -> bool:
     """Whether a step does more than look at its inputs in another way."""
     if node.target is item:
         return False
-    before = {_private.storage_key(v) for n in node.all_input_nodes for v in _tensors(n.meta.get("val"))}
-    return any(_private.storage_key(v) not in before for v in _tensors(node.meta["val"]))
+    before = _storages(node.all_input_nodes)
+    return bool(_storages([node]) - before)
+
+
+def _storages(nodes: Iterable[torch.fx.Node]) -> set[int]:
+    """Where the values of these steps lie. Fake tensors share memory as the real ones do."""
+    return {_private.storage_key(v) for n in nodes for v in _tensors(n.meta.get("val"))}
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -580,7 +581,7 @@ def _name_of(backend: Any) -> str:
 
 def _no_compiler() -> CompileError:
     return CompileError(
-        "backend='inductor' compiles C++ for the CPU and has found no compiler. Install g++ or clang "
-        "(Debian: apt install g++; conda: conda install gxx), or name one in the environment variable "
-        "CXX. Without a compiler, backend=None runs the same program, op by op."
+        "backend='inductor' compiles C++ for the CPU and has found no compiler. Install g++ or "
+        "clang (Debian: apt install g++; conda: conda install gxx), or name one in the environment "
+        "variable CXX. Without a compiler, backend=None runs the same program, op by op."
     )
