@@ -239,7 +239,7 @@ def _classes(cls: Any) -> tuple[Any, type[FunctionNode]]:
 
 
 # How the function is applied into which PyTorch's AOTAutograd makes a compiled region; set by
-# program/forward.py when it is there.
+# program/forward.py when it is there. NotImplemented: as any other.
 apply_region: Callable[[Any, tuple[Any, ...]], Any] | None = None
 
 
@@ -249,7 +249,9 @@ def apply(cls: Any, *args: Any) -> Any:
     Raises what PyTorch raises, in its words, for an output or a mark that cannot be.
     """
     if apply_region is not None and "compiled_fw" in vars(cls):
-        return apply_region(cls, args)
+        done = apply_region(cls, args)
+        if done is not NotImplemented:
+            return done
     tensors = [a for a in args if isinstance(a, Tensor)]
     needs = tuple([isinstance(a, Tensor) and _tracked(a) for a in args])
     recorded = any(needs) and _private.grad_enabled() and not _private.inference_enabled()

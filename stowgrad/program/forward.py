@@ -62,28 +62,29 @@ def compile(
     what stands between regions is recorded op by op). Outside `record()` it is `torch.compile`
     with a backend of ATen code, and PyTorch's autograd; its saved tensors are PyTorch's then.
 
-    `backend`: None runs both graphs as ATen ops; "inductor" compiles the forward graph with
-    Inductor, which keeps all that is saved until the region is over (the backward graph stays ATen
-    code, whose unpacks are seen one by one). `dynamic`, `fullgraph`: as in `torch.compile`; by
-    default a size that has changed once is a symbol from then on.
+    `dynamic`, `fullgraph`: as in `torch.compile`; by default a size that has changed once is a
+    symbol from then on. `backend` is for ways to run the graphs other than as ATen ops, of which
+    there is none yet: it must be None. (`sg.compiled_backward(backend=...)` compiles the backward,
+    those of regions included.)
 
     A region that cannot be compiled is run op by op, with a warning that says why. Raises
-    ValueError for another backend, RuntimeError where "inductor" finds no C++ compiler, and on
-    a second derivative through a region. Gradients are those of the function without `compile`;
-    so are random draws, each of which is made once, in forward.
+    TypeError for what cannot be called, ValueError for a backend; a second derivative through a
+    region raises RuntimeError. Gradients are those of the function without `compile`; so are
+    random draws, each of which is made once, in forward.
     """
     if fn is None:
         return lambda f: compile(f, backend=backend, dynamic=dynamic, fullgraph=fullgraph)
     if not callable(fn):
         raise TypeError(f"sg.compile() takes a function or a module, not {type(fn).__name__}")
-    if backend not in (None, "inductor"):
-        raise ValueError(f"backend must be None or 'inductor', not {backend!r}")
-    if backend == "inductor":
-        raise NotImplementedError
+    if backend is not None:
+        raise ValueError(
+            f"sg.compile() runs a region as ATen ops; it has no backend {backend!r}. Compile the "
+            "backward instead: sg.compiled_backward(backend=...)."
+        )
     name = getattr(fn, "__name__", type(fn).__name__)
     return _private.compiler_front_end(
         fn,
-        _Backend(name, backend == "inductor"),
+        _Backend(name),
         dynamic=dynamic,
         fullgraph=fullgraph,
         step_aside=_Aside,
@@ -111,15 +112,14 @@ class _Aside:
 class _Backend:
     """What the front end calls with each region that it has traced."""
 
-    def __init__(self, name: str, inductor: bool) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._inductor = inductor
         self._warned = False
 
     def __call__(self, module: Any, inputs: Any) -> Callable[..., Any]:
         plan = CompiledPlan(self._name)
         try:
-            return _private.compile_joint(
+            compiled = _private.compile_joint(
                 module,
                 inputs,
                 forward=plan.compile_forward,
@@ -128,6 +128,15 @@ class _Backend:
                 partition=plan.partition,
                 decompositions=None,
             )
+
+            def call(*args: Any) -> Any:
+                outer, _running.plan = _running.plan, plan
+                try:
+                    return compiled(*args)
+                finally:
+                    _running.plan = outer
+
+            return call
         except Exception as error:
             if not self._warned:
                 self._warned = True
@@ -189,18 +198,7 @@ class CompiledPlan:
                 with graph.inserting_after(value):
                     values[index] = graph.call_function(keep, (value, value.name))
         output.args = (tuple(values),)
-        return self._announced(_boxed(module))
-
-    def _announced(self, forward: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """`forward`, which tells the call that is being recorded whose it is."""
-
-        def run(args: list[Any]) -> Any:
-            if _running.frame is not None:
-                _running.frame.plan = self
-            return forward(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return _boxed(module)
 
     def compile_backward(self, module: Any, inputs: Any) -> Callable[[list[Any]], Any]:
         """The backward graph, with a step before the first use of each input that gets it."""
@@ -335,15 +333,16 @@ class _Frame:
 
     __slots__ = ("markers", "plan", "saved", "where")
 
-    def __init__(self, where: Any) -> None:
-        self.plan: CompiledPlan | None = None
+    def __init__(self, plan: CompiledPlan, where: Any) -> None:
+        self.plan = plan
         self.saved: dict[int, SavedTensor] = {}  # by the identity of its marker
         self.markers: list[Tensor] = []
         self.where = where
 
 
 class _Running(threading.local):
-    frame: _Frame | None = None
+    plan: CompiledPlan | None = None  # of the region that is being called
+    frame: _Frame | None = None  # if it is being recorded
 
 
 _running = _Running()
@@ -353,7 +352,7 @@ def keep(value: Tensor, name: str) -> Tensor:
     """In a forward graph: save `value` now. Gives what stands for it among the outputs, where
     PyTorch wants a tensor: an empty one."""
     frame = _running.frame
-    if frame is None or frame.plan is None:
+    if frame is None:
         return value
     saved = SavedTensor(value, name, frame.plan.name, frame.where)
     marker = torch.empty(0)
@@ -401,11 +400,13 @@ class CompiledNode(Node):
     traceable = True  # `apply` can run on fake tensors; it unpacks through `_unpack` alone
     runs_without_gradient = True  # as PyTorch's: the gradients that are missing are zeros
 
-    def __init__(self, cls: Any, edges: Sequence[Edge | None], inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, plan: CompiledPlan, cls: Any, edges: Sequence[Edge | None], inputs: Sequence[Any]
+    ) -> None:
         super().__init__(edges)
         self.function = cls  # AOTAutograd's Function, which sorts gradients in and out
         self.tensor_inputs = [isinstance(x, Tensor) for x in inputs]
-        self.plan: CompiledPlan | None = None
+        self.plan = plan
         self.saved: list[SavedTensor] | None = None
         self.values: dict[str, Any] | None = None
         self.metas: list[Any] = []
@@ -413,7 +414,7 @@ class CompiledNode(Node):
         self.extra: dict[str, Any] = {}
 
     def name(self) -> str:
-        return "Compiled" if self.plan is None else self.plan.name
+        return self.plan.name
 
     @property
     def _raw_saved_tensors(self) -> tuple[SavedTensor, ...]:
@@ -496,7 +497,11 @@ class _BackwardContext:
 
 
 def apply_region(cls: Any, args: tuple[Any, ...]) -> Any:
-    """Run AOTAutograd's Function `cls` (a compiled region) on `args` and record it as one node."""
+    """Run AOTAutograd's Function `cls` on `args` and record it as one node. NotImplemented if it is
+    not a region of ours: code of torch.compile's is recorded as any Function is."""
+    plan = _running.plan
+    if plan is None:
+        return NotImplemented
     tensors = [a for a in args if isinstance(a, Tensor)]
     needs = tuple([isinstance(a, Tensor) and _tracked(a) for a in args])
     grad_mode = _private.grad_enabled()
@@ -509,12 +514,12 @@ def apply_region(cls: Any, args: tuple[Any, ...]) -> Any:
     frame: _Frame | None = None
     if recorded:
         edges = [gradient_edge(t) if _tracked(t) else None for t in tensors]
-        node = CompiledNode(cls, edges, args)
+        node = CompiledNode(plan, cls, edges, args)
         node.where = where
         if torch.is_anomaly_enabled():
             note_traceback(node)
         ctx.requires_grad = True
-        frame = _Frame(where)
+        frame = _Frame(plan, where)
     outer, _running.frame = _running.frame, frame
     _private.set_grad_enabled(False)
     try:
@@ -545,8 +550,7 @@ def _changed_afterwards(cls: Any, args: tuple[Any, ...]) -> set[int]:
 def _save(node: CompiledNode, ctx: Any, frame: _Frame, changed: set[int]) -> None:
     """Give the node what its backward takes: the tensors that were saved on the way, and those
     that are inputs or outputs of the region."""
-    node.plan = plan = frame.plan
-    assert plan is not None
+    plan = node.plan
     checked = ctx.to_save or ()
     unchecked = getattr(ctx, "_tensors_no_vc_check", None) or ()
     names = plan.saved

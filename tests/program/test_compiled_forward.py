@@ -361,6 +361,68 @@ def test_training_steps_are_pytorchs():
     torch.testing.assert_close(train(sg_compile, sg.record), expected, **TIGHT)
 
 
+def test_one_tensor_given_twice_and_one_region_called_twice():
+    f = sg_compile(lambda x, y: (x @ y).sin())
+    check(
+        lambda x: ((x @ x).sin() @ (x @ x).sin()).sin() * x,
+        leaf(3, 3),
+        compiled=lambda x: f(f(x, x), f(x, x)) * x,
+        regions=3,
+    )
+
+
+def test_views_of_one_base_one_of_them_changed_in_place():
+    def g(a, b):
+        a.mul_(2)
+        return (a * b).sin()
+
+    compiled_g = sg_compile(g)
+
+    def f(g):
+        def run(x):
+            h = x * 1.5
+            return g(h[:3], h[1:]) + h.sum()
+
+        return run
+
+    check(f(g), leaf(5).detach()[:4].requires_grad_(), compiled=f(compiled_g), regions=None)
+
+
+def test_a_dict_as_result_and_none():
+    def f(x):
+        return {"a": x.sin(), "b": None, "c": [x.cos(), 3]}
+
+    def values(fn):
+        return lambda x: (lambda d: (d["a"], d["c"][0]))(fn(x))
+
+    check(values(f), leaf(3), compiled=values(sg_compile(f)))
+
+
+def test_training_and_evaluation_are_two_regions():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+    compiled = sg_compile(model)
+    check(model, leaf(6, 4), module=model, compiled=compiled)
+    model.eval()
+    check(model, leaf(6, 4), module=model, compiled=compiled)
+    model.train()
+    check(model, leaf(6, 4), module=model, compiled=compiled)
+
+
+def test_complex_numbers():
+    def f(x, y):
+        return ((x * y.conj()).exp() @ y).abs().square()
+
+    x = torch.randn(3, 3, dtype=torch.complex128, requires_grad=True)
+    y = torch.randn(3, 3, dtype=torch.complex128, requires_grad=True)
+    check(f, x, y, regions=None)
+
+
+def test_the_example_gpt_has_pytorchs_gradients():
+    model, tokens, targets = gpt(layers=2)
+    model.double()
+    check(model.loss, tokens, targets, module=model, times=2)
+
+
 # -- what is saved
 
 
@@ -480,9 +542,106 @@ def test_a_region_that_cannot_be_compiled_runs_op_by_op(monkeypatch):
         check(lambda x: x.sin() * x, leaf(3), regions=0)
 
 
+def test_regions_that_torch_compiled_are_recorded_as_functions():
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.compilers import nop
+
+    f = aot_function(lambda x: x.sin() * x, nop)
+    x = leaf(3)
+    f(x)  # compiles it
+    with sg.record():
+        f(x).sum().backward()
+    torch.testing.assert_close(x.grad, (x.sin() + x * x.cos()).detach(), **TIGHT)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_captured_backward_inlines_the_backward_graph(hooked: bool):
+    from stowgrad.program import capture
+
+    unpacked: list[int] = []
+
+    def unpack(t):
+        unpacked.append(1)
+        return t.clone()
+
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).double()
+    x = leaf(3, 4)
+    expected = torch.autograd.grad(model(x).square().sum(), x)
+    with sg.record():
+        if hooked:
+            with sg.saved_tensors_hooks(lambda t: t.clone(), unpack):
+                y = sg_compile(model)(x)
+        else:
+            y = sg_compile(model)(x)
+        text = str(capture(y.square().sum()))
+        assert not unpacked
+        y.square().sum().backward()
+    assert "aten.gelu_backward" in text and "call" not in text.split("steps:")[1].split("(")[0]
+    assert ("unpack" in text) == hooked
+    torch.testing.assert_close(x.grad, expected[0], **TIGHT)
+
+
+def test_hooks_on_an_output_and_on_the_node():
+    seen: list[str] = []
+    f = sg_compile(lambda x: x.sin() * x)
+    x = leaf(3)
+    with sg.record():
+        y = f(x * 1.0)
+        y.retain_grad()
+        y.register_hook(lambda g: seen.append("tensor") or g * 2)
+        y.grad_fn.register_hook(lambda gi, go: seen.append("node"))
+        y.sum().backward()
+    assert seen == ["tensor", "node"]
+    torch.testing.assert_close(y.grad, torch.full_like(y, 2).detach(), **TIGHT)
+    torch.testing.assert_close(x.grad, 2 * (x.sin() + x * x.cos()).detach(), **TIGHT)
+
+
+def test_inside_a_checkpoint():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+    inner = sg_compile(model)
+    check(
+        model, leaf(3, 4), module=model, regions=None,
+        compiled=lambda x: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False),
+    )  # fmt: skip
+
+
+def test_a_checkpoint_inside():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def f(x):
+        return torch.utils.checkpoint.checkpoint(model, x.sin(), use_reentrant=False) * x.sum()
+
+    check(f, leaf(3, 4), module=model, regions=None)
+
+
+def test_from_two_threads():
+    import threading
+
+    f = sg_compile(lambda x: (x.sin() * x).exp())
+    failed: list[BaseException] = []
+
+    def work():
+        try:
+            x = torch.linspace(0, 1, 5, dtype=torch.float64, requires_grad=True)
+            (expected,) = torch.autograd.grad((x.sin() * x).exp().sum(), x)
+            for _ in range(5):
+                with sg.record():
+                    (actual,) = torch.autograd.grad(f(x).sum(), x)
+                torch.testing.assert_close(actual, expected, **TIGHT)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed, failed[0]
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="backend"):
-        sg_compile(lambda x: x, backend="nvfuser")
+        sg_compile(lambda x: x, backend="inductor")
     with pytest.raises(TypeError, match="function or a module"):
         sg_compile(3)
 
