@@ -170,9 +170,10 @@ def last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value of a step."""
+    """The tensors in a value of a step, without those that have no storage of their own."""
     if isinstance(value, Tensor):
-        yield value
+        if _private.has_plain_storage(value):
+            yield value
     elif isinstance(value, (list, tuple)):
         for v in value:
             yield from tensors(v)
