@@ -754,6 +754,13 @@ def compile_joint(
         )
 
 
+def traces_again(error: Exception) -> bool:
+    """Whether `error` is torch._dynamo's own word to trace a frame once more, in another way."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
 def min_cut_partition(*args: Any, **kwargs: Any) -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 

@@ -88,6 +88,11 @@ def checkpoint(
     return out
 
 
+# The second run, in backward, is not compiled; so the first may not be either, where a part of `fn`
+# would be one node.
+_private.skip_compiler(checkpoint)
+
+
 class Slot:
     """Stands for the tensor that a region saved as number `index`."""
 

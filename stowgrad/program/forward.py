@@ -138,6 +138,8 @@ class _Backend:
 
             return call
         except Exception as error:
+            if _private.traces_again(error):
+                raise
             if not self._warned:
                 self._warned = True
                 reason = str(error).strip().split("\n", 1)[0]

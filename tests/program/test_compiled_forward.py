@@ -6,6 +6,7 @@ import gc
 import itertools
 import sys
 import tempfile
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -612,6 +613,35 @@ def test_a_checkpoint_inside():
         return torch.utils.checkpoint.checkpoint(model, x.sin(), use_reentrant=False) * x.sum()
 
     check(f, leaf(3, 4), module=model, regions=None)
+
+
+def test_a_checkpoint_of_ours_inside():
+    def f(x):
+        return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False).cos()
+
+    def g(x):
+        return sg.checkpoint(inner, x).cos()
+
+    inner = lambda t: t.sin() * t
+    check(f, leaf(3), compiled=sg_compile(g), regions=None)
+
+
+def test_a_whole_step_with_its_backward():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+
+    def step():
+        model.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return [loss.detach(), *[p.grad.clone() for p in model.parameters()]]
+
+    expected = step()
+    with sg.record(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*runs op by op")
+        compiled = sg_compile(step)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(), expected, **TIGHT)
 
 
 def test_from_two_threads():
