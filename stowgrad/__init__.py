@@ -20,7 +20,14 @@ from .errors import (
 )
 from .memory import Recompute, Stow, ToDisk, ToHost
 from .memory.checkpoint import checkpoint
-from .program import Program, Uncapturable, capture, compiled_backward, program_cache
+from .program import (
+    Program,
+    Uncapturable,
+    capture,
+    compile,
+    compiled_backward,
+    program_cache,
+)
 from .record import record
 from .saved import (
     SavedInfo,
@@ -57,6 +64,7 @@ __all__ = [
     "backward",
     "capture",
     "checkpoint",
+    "compile",
     "compiled_backward",
     "compose",
     "disable_saved_tensors_hooks",

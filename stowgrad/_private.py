@@ -516,7 +516,7 @@ def new_size(shape_env: Any, name: str, value: int) -> Any:
 
 def _python_code(expr: Any, symbols: dict[str, Any]) -> tuple[str, list[str]]:
     """`expr` as Python code over the names of `symbols`, and which of them are in it."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
     from torch.utils._sympy.printers import PythonPrinter
 
     named = {symint.node._expr: name for name, symint in symbols.items()}

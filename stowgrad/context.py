@@ -76,58 +76,63 @@ def current_recorder() -> Recorder:
 
 def call_recorded(fn: Callable[..., Any], *args: Any) -> Any:
     """Call user code from inside an op or a backward, with recording on as around it."""
-    overrides = this_thread.overrides
+    # All in one frame: backward within hooks within backward may go deep.
+    thread = this_thread
+    recorder, overrides = thread.recorder, thread.overrides
+    on = recorder is None or (_private.mode_count() and recorder in _private.mode_stack())
+    if on and overrides is None:
+        return fn(*args)
     if overrides is not None:
         inner = _private.function_overrides()
-        this_thread.overrides = None
+        thread.overrides = None
         _private.set_function_overrides(overrides)
-        try:
-            return call_recorded(fn, *args)
-        finally:
-            _private.set_function_overrides(inner)
-            this_thread.overrides = overrides
-    recorder = this_thread.recorder
-    if recorder is None or (_private.mode_count() and recorder in _private.mode_stack()):
-        return fn(*args)
-    # `recorder.on()`, written out: hooks and custom functions come through here one by one
     excluded = _private.view_tracking_excluded()
-    _private.push_mode(recorder)
-    _exclude()
+    if not on:  # `recorder.on()`, written out: hooks come through here one by one
+        _private.push_mode(recorder)
+        _exclude()
     try:
         return fn(*args)
     finally:
-        _private.pop_mode()
-        if not excluded:
-            _include()
+        if not on:
+            _private.pop_mode()
+            if not excluded:
+                _include()
+        if overrides is not None:
+            _private.set_function_overrides(inner)
+            thread.overrides = overrides
 
 
-@contextmanager
-def backward_scope(create_graph: bool) -> Iterator[None]:
+class backward_scope:
     """Around a backward: without create_graph its ops need no recording, so the mode comes off."""
-    recorder = current_recorder()
-    if create_graph or not _private.mode_count():
-        yield
-        return
-    modes = _private.mode_stack()
-    if recorder not in modes:
-        yield
-        return
-    above = []
-    while True:
+
+    __slots__ = ("_above", "_recorder")
+
+    def __init__(self, create_graph: bool) -> None:
+        self._recorder = current_recorder()
+        self._above: list[Any] | None = None if create_graph or not _private.mode_count() else []
+
+    def __enter__(self) -> None:
+        above, recorder = self._above, self._recorder
+        if above is None:
+            return
         mode = _private.pop_mode()
-        if mode is recorder:
-            break
-        above.append(mode)
-    for mode in reversed(above):
-        _private.push_mode(mode)
-    _include()
-    try:
-        yield
-    finally:
-        if this_thread.recorder is recorder:  # else see _private.Session
+        if mode is not recorder:
+            _private.push_mode(mode)
+            if recorder not in _private.mode_stack():
+                self._above = None
+                return
+            while (mode := _private.pop_mode()) is not recorder:
+                above.append(mode)
+            for mode in reversed(above):
+                _private.push_mode(mode)
+        _include()
+
+    def __exit__(self, *exc: Any) -> None:
+        above = self._above
+        if above is not None and this_thread.recorder is self._recorder:  # else _private.Session
             _exclude()
             kept = [_private.pop_mode() for _ in above]
-            _private.push_mode(recorder)
+            _private.push_mode(self._recorder)
             for mode in reversed(kept):
                 _private.push_mode(mode)
 

@@ -175,11 +175,11 @@ class Node:
 
     def register_hook(self, fn: Callable[..., Any]) -> Any:
         """`fn(grad_inputs, grad_outputs)` runs after this node; it may return new grad_inputs."""
-        return _handle(self.ensure_hooks().post, fn)
+        return self._handle(self.ensure_hooks().post, fn)
 
     def register_prehook(self, fn: Callable[..., Any]) -> Any:
         """`fn(grad_outputs)` runs before this node; it may return new grad_outputs."""
-        return _handle(self.ensure_hooks().pre, fn)
+        return self._handle(self.ensure_hooks().pre, fn)
 
     def ensure_hooks(self) -> NodeHooks:
         if self.hooks is None:
@@ -188,7 +188,16 @@ class Node:
 
     def register_tensor_hook(self, index: int, fn: Callable[..., Any]) -> Any:
         """`fn(grad)` runs on the gradient of output `index` before the node sees it."""
-        return _handle(self.ensure_hooks().tensor.setdefault(index, OrderedDict()), fn)
+        return self._handle(self.ensure_hooks().tensor.setdefault(index, OrderedDict()), fn)
+
+    def _handle(self, hooks: OrderedDict[int, Callable[..., Any]], fn: Callable[..., Any]) -> Any:
+        from torch.utils.hooks import RemovableHandle
+
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = fn
+        if seam.hooked is not None:
+            seam.hooked.append(self)
+        return handle
 
     def __repr__(self) -> str:
         return f"<{self.name()} at {hex(id(self))}>"
@@ -205,14 +214,6 @@ class OutputFacts(NamedTuple):
 
 
 _outputs: weakref.WeakKeyDictionary[Node, dict[int, OutputFacts]] = weakref.WeakKeyDictionary()
-
-
-def _handle(hooks: OrderedDict[int, Callable[..., Any]], fn: Callable[..., Any]) -> Any:
-    from torch.utils.hooks import RemovableHandle
-
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = fn
-    return handle
 
 
 class AccumulateNode(Node):
@@ -462,10 +463,11 @@ class Seam(threading.local):
     """What a recorder wants done in its own thread, for the layers that know of no recorder.
 
     `user`: how to call code of the user's from inside forward or backward (recording goes on in
-    it). None: call it directly.
+    it). None: call it directly. `hooked`: where not None, nodes on which a hook is registered.
     """
 
     user: Callable[..., Any] | None = None
+    hooked: list[Node] | None = None
 
 
 seam = Seam()

@@ -85,6 +85,7 @@ def _bindings() -> list[tuple[Any, str, Make]]:
         (Tensor, "as_subclass", _make_as_subclass),
         (Tensor, "__reduce_ex__", _make_reduce),
         (torch.autograd.graph, "_get_grad_fn_or_grad_acc", _here(_node_of)),
+        (torch.autograd, "_make_grads", _make_make_grads),
         (torch.autograd.function._SingleLevelFunction, "apply", _make_apply),
         (C._functions, "DelayedError", _here(function.DelayedError)),
         (C._functions, "UndefinedGrad", _here(function.UndefinedGrad)),
@@ -409,6 +410,20 @@ def _refuse_tracked(outputs: Any) -> None:
                 "code inside record()."
             )
         todo.extend(fn for fn, _ in node.next_functions)
+
+
+def _make_make_grads(native: Any) -> Any:
+    def make_grads(outputs: Any, grads: Any, is_grads_batched: bool) -> Any:
+        """The commonest of all, a scalar's 1, without a turn through the recorder."""
+        if len(outputs) == 1 and grads[0] is None and recording() and _private.mode_count() == 1:
+            out = outputs[0]
+            if type(out) is Tensor and out.dim() == 0 and out.is_floating_point():
+                if out.layout is torch.strided and not _private.functorch_active():
+                    with _private.NoDispatchModes():
+                        return (torch.ones_like(out) if out.requires_grad else None,)
+        return native(outputs, grads, is_grads_batched=is_grads_batched)
+
+    return make_grads
 
 
 class _Engine:

@@ -3,6 +3,7 @@
 from .cache import program_cache
 from .capture import Uncapturable
 from .context import capture, compiled_backward
+from .forward import compile
 from .program import Program
 
-__all__ = ["Program", "Uncapturable", "capture", "compiled_backward", "program_cache"]
+__all__ = ["Program", "Uncapturable", "capture", "compile", "compiled_backward", "program_cache"]

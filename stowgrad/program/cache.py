@@ -1,4 +1,4 @@
-"""The programs of past backwards, found again by what they depend on, and what was hit or missed."""
+"""The programs of past backwards, found again by what they depend on; hits, misses, reasons."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import _private, engine
 from ..graph import AccumulateNode, Edge, Node, NodeHooks, locate, seam
 from ..rules.table import VERSION_BITS, RuleNode
-from ..saved import SavedTensor, hooks
+from ..saved import SavedTensor, hooks, prefetch_of
 from . import steps
 from .storages import Storages, note
 
@@ -62,6 +62,7 @@ class Entry:
     slot: tuple[int, ...] = ()  # where it is in the node's `saved`
     strides: Any = None  # makes a fake tensor that is laid out so; None: contiguous
     placeholder: torch.fx.Node | None = None
+    prefetch: bool = False  # its hooks can start a fetch early
 
 
 @dataclass
@@ -122,10 +123,12 @@ class Sizes:
 
     `streams`: the numbers that were named, in turn, when other graphs of the same structure were
     captured. What has differed in any of them is two symbols, though it may be equal now.
+    `constant`: the sizes of leaves. A number that has been one of these each time stays a number.
     """
 
-    def __init__(self, streams: Sequence[list[int]]) -> None:
+    def __init__(self, streams: Sequence[list[int]], constant: frozenset[int]) -> None:
         self.env = _private.new_shape_env()
+        self._constant = constant
         self.values: dict[str, int] = {}
         self.symbols: dict[str, Any] = {}  # their SymInts
         self.stream: list[int] = []
@@ -138,6 +141,8 @@ class Sizes:
         if value < 2 or value > 2**31:
             return int(value)
         key = (value, *[s[at] for s in self._streams if at < len(s)])
+        if value in self._constant and all(v == value for v in key):
+            return int(value)
         name = self._names.get(key)
         if name is None:
             name = self._names[key] = f"s{len(self._names)}"
@@ -150,6 +155,9 @@ class Sizes:
 
     def symbolic(self, size: Size) -> Any:
         return self.symbols[size] if isinstance(size, str) else size
+
+    def shape(self, names: Sequence[Size]) -> torch.Size:
+        return torch.Size([self.symbolic(n) for n in names])
 
     def guards(self) -> list[str]:
         """What the symbols must satisfy, as Python expressions over their names."""
@@ -347,8 +355,9 @@ def _traced_class(cls: type) -> type:
             grads.clear()
             return results
 
-        names = {"_unpack": _unpack, "apply": apply, "release": _release}
-        found = _classes[cls] = type(cls.__name__, (cls,), {**names, "__slots__": ("spec", "tracer")})
+        names: dict[str, Any] = {"_unpack": _unpack, "apply": apply, "release": _release}
+        names["__slots__"] = ("spec", "tracer")
+        found = _classes[cls] = type(cls.__name__, (cls,), names)
     return found
 
 
@@ -362,6 +371,9 @@ class _Opaque(Node):
 
     __slots__ = ("runs_without_gradient", "spec", "tracer")
 
+    spec: Spec
+    tracer: Tracer
+
     def apply(self, grads: list[Any], needs: Any) -> Any:
         return _call_node(self.tracer, self.spec, grads, needs)
 
@@ -372,6 +384,8 @@ class _Opaque(Node):
 class _Leaf(Node):
     __slots__ = ("spec", "tracer")
 
+    spec: Spec
+    tracer: Tracer
     runs_without_gradient = True
 
     def apply(self, grads: list[Any], needs: Any) -> Any:
@@ -380,7 +394,9 @@ class _Leaf(Node):
         grads.clear()
         tracer.spec = spec
         if grad is not None:
-            tracer.call(steps.accumulate, (tracer.node(spec), [tracer.arg(grad)]))
+            tracer.call(
+                steps.accumulate, (tracer.node(spec), [tracer.arg(grad)], bool(spec.hooks))
+            )
         if "post_accumulate" in spec.hooks:
             tracer.call(steps.post_accumulate_hooks, (tracer.node(spec),))
         tracer.spec = None
@@ -477,15 +493,19 @@ def _stand_in_hooks(tracer: Tracer, spec: Spec, node: Node) -> NodeHooks | None:
 
     def before(grads: Any) -> Any:
         called = step(steps.pre_hooks, *[tracer.arg(g) for g in grads])
-        return [None if g is None else fresh(g, step_item(called, i), True) for i, g in enumerate(grads)]
+        return items(called, grads)
 
     def afterwards(results: Any, grads: Any) -> Any:
-        called = step(steps.post_hooks, [tracer.arg(g) for g in results], [tracer.arg(g) for g in grads])
-        return [None if g is None else fresh(g, step_item(called, i), True) for i, g in enumerate(results)]
+        given = [[tracer.arg(g) for g in gs] for gs in (results, grads)]
+        return items(step(steps.post_hooks, *given), results)
 
-    def step_item(called: torch.fx.Node, i: int) -> torch.fx.Node:
+    def items(called: torch.fx.Node, grads: Any) -> list[Any]:
+        """The results of a hook that gives several, some of which may be None then."""
         before, tracer.spec = tracer.spec, spec
-        found = tracer.call(item, (called, i))
+        found = [
+            None if g is None else fresh(g, tracer.call(item, (called, i)), unknown=True)
+            for i, g in enumerate(grads)
+        ]
         tracer.spec = before
         return found
 
@@ -497,7 +517,8 @@ def _stand_in_hooks(tracer: Tracer, spec: Spec, node: Node) -> NodeHooks | None:
         elif kind == "post":
             made.post[0] = afterwards
         elif isinstance(kind, tuple) and kind[0] == "tensor":
-            made.tensor.setdefault(kind[1], OrderedDict())[0] = on_tensor(steps.tensor_hooks, kind[1])
+            hook = on_tensor(steps.tensor_hooks, kind[1])
+            made.tensor.setdefault(kind[1], OrderedDict())[0] = hook
         elif isinstance(kind, tuple) and kind[0] == "retain":
             made.tensor.setdefault(kind[1], OrderedDict())[1] = retaining(kind[1])
     return made
@@ -546,10 +567,18 @@ def _named(sizes: Sizes, value: Any) -> Any:
     return sizes.name(value) if type(value) is int else value
 
 
+def has_sizes(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(has_sizes(v) for v in value)
+    return isinstance(value, str) and value[:1] == "s" and value[1:].isdigit()
+
+
 def _symbolic(sizes: Sizes, value: Any, like: Any) -> Any:
     if isinstance(value, tuple):
         items = [_symbolic(sizes, v, x) for v, x in zip(value, like, strict=True)]
-        return items if isinstance(like, list) else torch.Size(items) if isinstance(like, torch.Size) else tuple(items)
+        if isinstance(like, list):
+            return items
+        return torch.Size(items) if isinstance(like, torch.Size) else tuple(items)
     return sizes.symbolic(value) if type(like) is int else value
 
 
@@ -565,9 +594,12 @@ def _strides(sizes: Sizes, tensor: Tensor) -> Any:
     dtype, device = tensor.dtype, tensor.device
     stride = tensor.stride()
     if _private.dense(tensor):
-        order = sorted(range(tensor.dim()), key=lambda d: (stride[d], tensor.shape[d] != 1), reverse=True)
-        back = [order.index(d) for d in range(tensor.dim())]
-        return lambda shape: torch.empty([shape[d] for d in order], dtype=dtype, device=device).permute(back)
+        dims = range(tensor.dim())
+        order = sorted(dims, key=lambda d: (stride[d], tensor.shape[d] != 1), reverse=True)
+        back = [order.index(d) for d in dims]
+        return lambda shape: torch.empty(
+            [shape[d] for d in order], dtype=dtype, device=device
+        ).permute(back)
     return _Strided(sizes, tensor)
 
 
@@ -591,15 +623,18 @@ def _check_tensor(tensor: Tensor) -> None:
 def _entry(sizes: Sizes, saved: Any, name: str, slot: tuple[int, ...], edge: bool) -> Entry:
     if isinstance(saved, Tensor):
         _check_tensor(saved)
-        return Entry("raw", name, _look(sizes, saved), edge=edge, slot=slot, strides=_strides(sizes, saved))
+        look = _look(sizes, saved)
+        return Entry("raw", name, look, edge=edge, slot=slot, strides=_strides(sizes, saved))
     if isinstance(saved, SavedTensor):
         data, packed = saved._data, saved._packed
         if data is not None:
             _check_tensor(data)
-            return Entry("plain", name, _look(sizes, data), slot=slot, strides=_strides(sizes, data))
+            look = _look(sizes, data)
+            return Entry("plain", name, look, slot=slot, strides=_strides(sizes, data))
         if packed is None:
             raise Uncapturable("its graph was freed")
-        return Entry("packed", name, _look(sizes, packed.info), slot=slot)
+        ahead = prefetch_of(packed.pair.unpack) is not None
+        return Entry("packed", name, _look(sizes, packed.info), slot=slot, prefetch=ahead)
     if isinstance(saved, list):
         parts = [_entry(sizes, e, f"{name}_{i}", (*slot, i), False) for i, e in enumerate(saved)]
         return Entry("list", name, parts=parts, slot=slot)
@@ -608,7 +643,7 @@ def _entry(sizes: Sizes, saved: Any, name: str, slot: tuple[int, ...], edge: boo
     return Entry("value", name, value=saved, slot=slot)
 
 
-def _spec(sizes: Sizes, index: int, node: Node, numbers: dict[Node, int]) -> Spec:
+def _spec(sizes: Sizes, index: int, node: Any, numbers: dict[Node, int]) -> Spec:
     links = [
         None if e is None else Link(numbers[e.node], e.index, _look(sizes, e, False))
         for e in node.edges
@@ -641,8 +676,13 @@ def _spec(sizes: Sizes, index: int, node: Node, numbers: dict[Node, int]) -> Spe
     if values is not None:
         spec.values = {}
         for key, value in values.items():
-            sized = facts.get(key) in _SIZE_FACTS or key in _SIZE_ARGUMENTS or not facts and not isinstance(node, RuleNode)
-            spec.values[key] = _named(sizes, value) if sized else value
+            sized = (
+                facts.get(key) in _SIZE_FACTS
+                or key in _SIZE_ARGUMENTS
+                or not isinstance(node, RuleNode)
+            )
+            named = _named(sizes, value) if sized else value
+            spec.values[key] = named if has_sizes(named) else value
     metas = getattr(node, "metas", None)
     if metas is not None:
         spec.metas = [None if m is None else Look(sizes.names(m[0]), m[1], m[2]) for m in metas]
@@ -650,7 +690,7 @@ def _spec(sizes: Sizes, index: int, node: Node, numbers: dict[Node, int]) -> Spe
     return spec
 
 
-def _copy(tracer: Tracer, spec: Spec, node: Node) -> Node:
+def _copy(tracer: Tracer, spec: Spec, node: Any) -> Node:
     """The stand-in of `node`; its edges are set later."""
     made: Any
     if spec.kind == "leaf":
@@ -673,7 +713,7 @@ def _copy(tracer: Tracer, spec: Spec, node: Node) -> Node:
             }
         if spec.metas is not None:
             made.metas = [
-                None if m is None else (torch.Size([tracer.sizes.symbolic(n) for n in m.shape]), m.dtype, m.device)
+                None if m is None else (tracer.sizes.shape(m.shape), m.dtype, m.device)
                 for m in spec.metas
             ]
     made.seq, made.code, made.offset = node.seq, node.code, node.offset
@@ -708,7 +748,11 @@ def capture(
         (getattr(n, "plan", type(n)), [e and (numbers[e.node], e.index) for e in n.edges])
         for n in order
     ]
-    sizes = Sizes([b.stream for b in before if b.structure == structure])
+    leaves = [n.variable.shape for n in order if type(n) is AccumulateNode]
+    sizes = Sizes(
+        [b.stream for b in before if b.structure == structure],
+        frozenset(size for shape in leaves for size in shape),
+    )
     tracer = Tracer(sizes)
     tracer.create_graph = create_graph
     specs = [_spec(sizes, i, node, numbers) for i, node in enumerate(order)]
@@ -716,8 +760,7 @@ def capture(
     for spec, node in zip(specs, made, strict=True):
         node.edges = [
             None if k is None else Edge(
-                made[k.target], k.index,
-                torch.Size([sizes.symbolic(n) for n in k.look.shape]), k.look.dtype,
+                made[k.target], k.index, sizes.shape(k.look.shape), k.look.dtype
             )
             for k in spec.links
         ]  # fmt: skip
@@ -728,7 +771,7 @@ def capture(
         look = _look(sizes, grad)
         fake = tracer.like(look)
         tracer.placeholder(f"grad_{i}", ("grad", i), fake)
-        shape = torch.Size([sizes.symbolic(n) for n in sizes.names(edge.shape)])
+        shape = sizes.shape(sizes.names(edge.shape))
         starts.append((Edge(made[numbers[edge.node]], edge.index, shape, edge.dtype), fake))
         looks.append((numbers[edge.node], edge.index, look))
     targets = None

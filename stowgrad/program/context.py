@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _private, engine
 from ..autograd import roots_of, targets_of
 from ..context import below_overrides, this_thread
-from ..engine import Grads, Task
+from ..engine import Grads
 from ..graph import Edge
 from ..record import record
 from .cache import describe_root, program_cache
@@ -64,7 +64,7 @@ class compiled_backward(ContextDecorator):
         first = roots[0][0].node
         batched = _private.functorch_active()
         key = (
-            getattr(first, "plan", None) or type(first), len(roots),
+            getattr(first, "plan", None) or type(first), id(first.code), first.offset, len(roots),
             -1 if targets is None else len(targets), create_graph, accumulate, batched,
             self._options,
         )  # fmt: skip
@@ -75,16 +75,16 @@ class compiled_backward(ContextDecorator):
             programs = program_cache.get(key)
             for program in programs:
                 found = program.match(roots, targets, keep_graph)
-                if type(found) is list:
+                if isinstance(found, list):
                     program_cache.hit(key, program)
-                    return self._run(program, found, roots, keep_graph, create_graph, targets)
+                    return program.run(found, roots, keep_graph, targets)
                 reason = program.reason(found)
             made = self._make(key, programs, roots, create_graph, targets, accumulate, batched)
             if made is not None:
                 found = made.match(roots, targets, keep_graph)
-                if type(found) is list:
+                if isinstance(found, list):
                     program_cache.add(key, made, reason)
-                    return self._run(made, found, roots, keep_graph, create_graph, targets)
+                    return made.run(found, roots, keep_graph, targets)
                 program_cache.fall_back(f"its program does not fit it: {made.reason(found)}")
         return engine.run(roots, keep_graph, create_graph, targets, accumulate)
 
@@ -116,20 +116,6 @@ class compiled_backward(ContextDecorator):
                 program_cache.refuse(key, str(error))
                 program_cache.fall_back(str(error))
                 return None
-
-    def _run(
-        self,
-        program: Program,
-        inputs: list[Any],
-        roots: Roots,
-        keep_graph: bool,
-        create_graph: bool,
-        targets: Sequence[Edge] | None,
-    ) -> Grads:
-        task = Task(create_graph, keep_graph, [edge.node for edge, _ in roots])
-        if targets is not None:
-            task.limit(targets, program.captured.accumulate)
-        return program.run(inputs, roots, task)
 
 
 def capture(

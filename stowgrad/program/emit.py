@@ -26,7 +26,7 @@ _BOXED = frozenset([
     steps.tensor_hooks, steps.leaf_hooks, steps.accumulate, steps.call_node,
 ])  # fmt: skip
 _NO_VALUE = frozenset([
-    steps.release, steps.accumulate, steps.post_accumulate_hooks, steps.retain_grad,
+    steps.fetch, steps.release, steps.accumulate, steps.post_accumulate_hooks, steps.retain_grad,
 ])  # fmt: skip
 _numbers = itertools.count()
 

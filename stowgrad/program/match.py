@@ -8,13 +8,14 @@ facts would. It answers with the list of inputs, or the number of the check that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 from .. import _private
 from ..graph import AccumulateNode
 from ..saved import SavedTensor
-from .capture import Captured, Entry, Look, Spec, hook_kinds
+from .capture import Captured, Entry, Look, Spec, has_sizes, hook_kinds
 
 
 class Matcher:
@@ -226,13 +227,13 @@ class Matcher:
                 self._strides("d", entry, what)
 
     def _strides(self, text: str, entry: Entry, what: str) -> None:
-        """Take from a tensor with gaps those strides that no size has told."""
-        for i, size in enumerate(getattr(entry.strides, "names", ())):
-            if isinstance(size, str) and size not in self._bound:
-                self._bind(size, f"{text}.stride({i})", f"the strides of {what}")
+        """Where a tensor has gaps or overlaps, ops may have looked at its strides."""
+        names = getattr(entry.strides, "names", None)
+        if names is not None:
+            self._shape(f"{text}.stride()", names, f"the strides of {what}")
 
     def _values(self, values: dict[str, Any], n: str) -> None:
-        sized = {k: v for k, v in values.items() if _has_sizes(v)}
+        sized = {k: v for k, v in values.items() if has_sizes(v)}
         if not sized and all(v == v for v in values.values()):
             self._fail(f"{n}.values != {self._constant(values)}", "other arguments")
             return
@@ -255,7 +256,7 @@ class Matcher:
         self._where = "the order of the ops"
         specs = [s for s in map(self.captured.specs.__getitem__, reached) if s.kind != "leaf"]
         specs.sort(key=lambda s: -s.seq)
-        for a, b in zip(specs, specs[1:], strict=False):
+        for a, b in itertools.pairwise(specs):
             if not any(k is not None and k.target == b.index for k in a.links):
                 self._fail(f"n{a.index}.seq < n{b.index}.seq", f"{b.op} came after {a.op}")
 
@@ -284,9 +285,3 @@ def _flat(value: Any) -> tuple[Any, ...]:
     for v in value:
         found += _flat(v) if isinstance(v, (list, tuple)) else [v]
     return tuple(found)
-
-
-def _has_sizes(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(_has_sizes(v) for v in value)
-    return isinstance(value, str) and value[:1] == "s" and value[1:].isdigit()

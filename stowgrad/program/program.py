@@ -1,4 +1,4 @@
-"""A program: one backward, captured, with the code that finds it again and the code that runs it."""
+"""A program: one backward, captured, with the code that finds it again and that which runs it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import engine
+from .. import _private, engine
 from ..context import backward_scope
 from ..engine import Grads, Task
-from ..graph import Edge, Node, locate
+from ..errors import GradientError
+from ..graph import Edge, Node, locate, seam
 from ..saved import SavedTensor
 from . import steps
-from .capture import Captured, Spec, capture
+from .capture import Captured, Spec, capture, hook_kinds
 from .emit import Changed, Emitter
 from .match import Matcher
 
@@ -41,7 +42,8 @@ class Program:
     def _finish(self) -> None:
         """What can be said only of the whole: which nodes give up what they saved at once."""
         graph = self.captured.graph
-        opaque = any(n.target in _USER for n in graph.nodes if n.op == "call_function")
+        opaque = any(n.target in USER_STEPS for n in graph.nodes if n.op == "call_function")
+        self._user_steps = opaque
         for node in list(graph.nodes):
             if node.target is not steps.release:
                 continue
@@ -79,19 +81,47 @@ class Program:
         """What check `number` of the match asked for."""
         return self._matcher.reasons[number]
 
-    def run(self, inputs: list[Any], roots: Roots, task: Task) -> Grads:
-        """Run on `inputs`, which `match` gathered, as `task`; gradients at the captured inputs."""
+    def run(
+        self,
+        inputs: list[Any],
+        roots: Roots,
+        keep_graph: bool,
+        targets: Sequence[Edge] | None = None,
+    ) -> Grads:
+        """Run on `inputs`, which `match` gathered; the gradients at the captured inputs."""
         self.runs += 1
+        task = Task(self.captured.create_graph, keep_graph, [edge.node for edge, _ in roots])
+        if targets is not None:
+            task.limit(targets, self.captured.accumulate)
+        outer, seam.hooked = seam.hooked, [] if self._user_steps else None
         with task:
             try:
-                found = self._run(inputs, task.keep_graph)
+                found = self._run(inputs, keep_graph)
+                if seam.hooked:
+                    self._check_hooked(seam.hooked, roots)
             except Changed as changed:
                 raise self._changed(changed, roots) from None
             except Exception as error:
                 self._point_at_line(error, roots)
                 raise
+            finally:
+                seam.hooked = outer
             task.run_callbacks()
         return list(found)
+
+    def _check_hooked(self, hooked: list[Node], roots: Roots) -> None:
+        """A hook that is registered in the midst of a program, on what is still to run, is missed:
+        never without a word."""
+        specs = dict(zip(self._nodes(roots), self.captured.specs, strict=True))
+        for node in hooked:
+            spec = specs.get(node)
+            if spec is not None and spec.kind != "leaf" and hook_kinds(node) != spec.hooks:
+                raise GradientError(
+                    f"a hook was registered on {node.name()} (recorded at {locate(node.where)}) "
+                    "while its backward ran as a program, which knows only the hooks that were "
+                    "there when it began. Register it before backward, or run this backward "
+                    "outside compiled_backward()."
+                )
 
     def _changed(self, changed: Changed, roots: Roots) -> Exception:
         """The error that the eager engine would give for a tensor that was changed in place."""
@@ -148,7 +178,7 @@ def _all_raw(entries: Any) -> bool:
     return all(e.kind in ("raw", "value") for e in entries)
 
 
-_USER = frozenset([
+USER_STEPS = frozenset([
     steps.unpack, steps.tensor_hooks, steps.leaf_hooks, steps.pre_hooks, steps.post_hooks,
     steps.call_node, steps.post_accumulate_hooks,
 ])  # fmt: skip
@@ -166,7 +196,8 @@ def make(
     batched: bool = False,
 ) -> Program:
     """Capture a backward, schedule it and make its code. Raises Uncapturable."""
-    with backward_scope(False):
+    # what watches the user's ops has no business here
+    with backward_scope(False), _private.no_modes():
         captured = capture(roots, create_graph, targets, accumulate, before)
         direct = not create_graph and not batched
         if backend is not None and direct:

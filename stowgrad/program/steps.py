@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _private, engine, graph
+from ..errors import GradientError
 from ..graph import AccumulateNode, Node
 from ..saved import SavedTensor
 
@@ -36,13 +37,19 @@ def unpack(saved: SavedTensor, node: Node | None) -> Tensor:
     return saved.unpack(node, node is not None)
 
 
+def fetch(saved: SavedTensor) -> None:
+    """Start to fetch what the unpack hook will be asked for soon; see `saved.prefetch_of`."""
+    saved.prefetch()
+
+
 def release(node: Node) -> None:
-    """Backward through `node` is over: let go of what it saved. Left out where the graph is kept."""
+    """Backward through `node` is over: let go of what it saved. Not where the graph is kept."""
     node.release()
 
 
 def tensor_hooks(node: Node, index: int, box: Grads) -> Tensor | None:
     """The hooks on output `index` of `node`, in order of registration."""
+    _at(node)
     hooks = node.hooks
     fns = hooks.tensor.get(index) if hooks is not None else None
     return engine.call_tensor_hooks((fns or {}).values(), box.pop(), node)
@@ -50,6 +57,7 @@ def tensor_hooks(node: Node, index: int, box: Grads) -> Tensor | None:
 
 def leaf_hooks(leaf: AccumulateNode, box: Grads) -> Tensor | None:
     """The hooks on a leaf itself."""
+    _at(leaf)
     return engine.call_tensor_hooks(leaf.leaf_hooks(), box.pop(), leaf)
 
 
@@ -63,12 +71,14 @@ def retain_grad(node: Node, index: int, grad: Tensor | None) -> None:
 
 def pre_hooks(node: Node, *grads: Tensor | None) -> Grads:
     """The hooks that run before `node`."""
+    _at(node)
     assert node.hooks is not None
     return engine.pre_hooks(node, node.hooks, list(grads))
 
 
 def post_hooks(node: Node, results: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> Any:
     """The hooks that run after `node`; they see its gradients as its inputs will get them."""
+    _at(node)
     assert node.hooks is not None
     return engine.after(node, node.hooks, results, list(grads))
 
@@ -76,12 +86,10 @@ def post_hooks(node: Node, results: Sequence[Tensor | None], grads: Sequence[Ten
 def call_node(node: Node, box: Grads, needs: Sequence[bool] | None) -> Sequence[Tensor | None]:
     """A node that cannot be traced (a custom Function, an op that falls back), run as it is. Its
     gradients come in the shape and dtype that its inputs have."""
-    task = engine.current_task()
-    if task is not None:
-        task.node = node
+    _at(node)
     results = node.apply(box, needs)
     if len(results) != len(node.edges):
-        raise graph.GradientError(
+        raise GradientError(
             f"{node.name()} returned {len(results)} gradients for its {len(node.edges)} inputs"
         )
     return [
@@ -97,21 +105,34 @@ def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return a + b if a.layout is torch.strided else b + a
 
 
-def accumulate(leaf: AccumulateNode, box: Grads) -> None:
-    """Add a gradient to the leaf's `.grad`."""
+def accumulate(leaf: AccumulateNode, box: Grads, hooked: bool) -> None:
+    """Add a gradient to the leaf's `.grad`. `hooked`: its hooks are steps of the program; else they
+    were registered since it began."""
+    if not hooked and _private.native_hooks(leaf.variable):
+        box = [leaf_hooks(leaf, box)]
     grad = box.pop()
     if grad is not None and _private.native_requires_grad(leaf.variable):
         with leaf._lock:
             graph.accumulate(leaf.variable, grad)
+    if not hooked and leaf.variable._post_accumulate_grad_hooks:
+        post_accumulate_hooks(leaf)
 
 
 def post_accumulate_hooks(leaf: AccumulateNode) -> None:
     """The leaf's post-accumulate-grad hooks."""
+    _at(leaf)
     for hook in tuple((leaf.variable._post_accumulate_grad_hooks or {}).values()):
         graph.call_user(hook, leaf.variable)
 
 
+def _at(node: Node) -> None:
+    """User code that asks which node runs hears of `node`."""
+    task = engine.current_task()
+    if task is not None:
+        task.node = node
+
+
 STEPS = frozenset([
-    check, read, unpack, release, tensor_hooks, leaf_hooks, retain_grad, pre_hooks, post_hooks,
-    call_node, add, accumulate, post_accumulate_hooks,
+    check, read, unpack, fetch, release, tensor_hooks, leaf_hooks, retain_grad, pre_hooks,
+    post_hooks, call_node, add, accumulate, post_accumulate_hooks,
 ])  # fmt: skip

@@ -12,6 +12,7 @@ from tests.helpers import leaves_nothing_behind
 
 @pytest.fixture(autouse=True)
 def clean_thread() -> Iterator[None]:
+    sg.program_cache.clear()
     with leaves_nothing_behind():
         yield
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 NAMES_IT = r"'self' of aten\.mul at .*test_s01_\w+\.py:\d+"  # the saved tensor, the op, the line
@@ -31,7 +31,7 @@ def square(x: Tensor) -> tuple[Tensor, sg.SavedTensor]:
     return y, saved_self(y)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s01_pack_is_called_at_once_and_unpack_at_each_use(run: Any) -> None:
     x, pair = leaf(), Recording()
     y, saved = square(x)
@@ -42,7 +42,7 @@ def test_s01_pack_is_called_at_once_and_unpack_at_each_use(run: Any) -> None:
     assert_close(x.grad, 2 * x.detach())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s01_the_hooks_values_are_the_ones_used(run: Any) -> None:
     x = leaf()
     y, saved = square(x)
@@ -70,7 +70,7 @@ def test_s01_an_access_leads_back_to_the_leaf_through_its_hooks() -> None:
     assert_close(x.grad, torch.full_like(x, 3))
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("wrap", [str, lambda key: None, lambda key: object(), lambda key: [key]])
 def test_s01_packed_may_be_any_object(run: Any, wrap: Any) -> None:
     store, seen = {}, []
@@ -103,7 +103,7 @@ def test_s01_only_what_pack_returned_is_kept() -> None:
     assert gone() is None
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s01_hooks_on_a_saved_output(run: Any) -> None:
     x, pair = leaf(), Recording()
     y = x.exp()
@@ -174,7 +174,7 @@ def test_s01_a_pack_that_raises_leaves_the_tensor_as_it_was() -> None:
     assert_close(x.grad, 2 * x.detach())
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -203,7 +203,7 @@ def test_s01_hooks_that_cannot_be_called_are_an_error(pair: Any) -> None:
     assert saved.state == "live"
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s01_identity_hooks_change_nothing(run: Any) -> None:
     x = leaf()
     y, saved = square(x)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording, without_rule
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -30,7 +30,7 @@ def leaf() -> Tensor:
     return torch.randn(3, dtype=torch.float64, requires_grad=True)
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("hooks", CONTEXTS)
 def test_s02_apply_to_saved_inputs(run: Any, hooks: Any) -> None:
     x, pair = leaf(), Recording()
@@ -41,7 +41,7 @@ def test_s02_apply_to_saved_inputs(run: Any, hooks: Any) -> None:
     assert_close(x.grad, 2 * x.detach())
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("hooks", CONTEXTS)
 def test_s02_apply_to_saved_outputs(run: Any, hooks: Any) -> None:
     x, pair = leaf(), Recording()
@@ -52,7 +52,7 @@ def test_s02_apply_to_saved_outputs(run: Any, hooks: Any) -> None:
     assert_close(x.grad, x.detach().exp())
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("hooks", CONTEXTS)
 def test_s02_apply_to_what_a_custom_function_saves(run: Any, hooks: Any) -> None:
     class Cube(torch.autograd.Function):
@@ -76,7 +76,7 @@ def test_s02_apply_to_what_a_custom_function_saves(run: Any, hooks: Any) -> None
     assert_close(x.grad, 3 * x.detach() ** 2)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s02_apply_to_what_an_in_place_op_saves(run: Any) -> None:
     x, pair = leaf(), Recording()
     y = x * 2
@@ -87,7 +87,7 @@ def test_s02_apply_to_what_an_in_place_op_saves(run: Any) -> None:
     assert_close(x.grad, 4 * x.detach())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s02_apply_to_an_op_without_a_rule(run: Any) -> None:
     x, pair = leaf(), Recording()
     with without_rule(torch.ops.aten.atan2.default), sg.saved_tensors_hooks(pair.pack, pair.unpack):
@@ -98,7 +98,7 @@ def test_s02_apply_to_an_op_without_a_rule(run: Any) -> None:
     assert_close(x.grad, 2 / (x.detach() ** 2 + 4))
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize(("push", "pop"), STACKS)
 def test_s02_functional_push_and_pop(run: Any, push: Any, pop: Any) -> None:
     x, pair = leaf(), Recording()
@@ -128,7 +128,7 @@ def test_s02_hooks_that_cannot_be_called_are_an_error(hooks: Any, pair: Any) -> 
     assert sg.saved.hooks.pairs == []
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("hooks", CONTEXTS)
 def test_s02_what_was_saved_outside_is_not_touched(run: Any, hooks: Any) -> None:
     x, pair = leaf(), Recording()
@@ -142,7 +142,7 @@ def test_s02_what_was_saved_outside_is_not_touched(run: Any, hooks: Any) -> None
     assert_close(x.grad, 2 * x.detach().exp())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s02_hooks_outlive_their_context(run: Any) -> None:
     x, calls = leaf(), []
     with sg.saved_tensors_hooks(lambda t: t.detach().clone(), lambda p: (calls.append(1), p)[1]):
@@ -163,7 +163,7 @@ def test_s02_nothing_is_packed_where_nothing_is_saved(hooks: Any) -> None:
     assert pair.counts == (0, 0)
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("hooks", CONTEXTS)
 def test_s02_a_default_hook_that_changes_its_input_is_an_error(run: Any, hooks: Any) -> None:
     x = leaf()
@@ -174,7 +174,7 @@ def test_s02_a_default_hook_that_changes_its_input_is_an_error(run: Any, hooks: 
         (x * 2) * x
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s02_a_default_unpack_that_returns_something_else_is_an_error(run: Any) -> None:
     x = leaf()
     with sg.saved_tensors_hooks(lambda t: None, lambda p: torch.zeros(7)):
@@ -185,7 +185,7 @@ def test_s02_a_default_unpack_that_returns_something_else_is_an_error(run: Any) 
         run(loss)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s02_what_a_hook_computes_is_not_saved(run: Any) -> None:
     """A pack that computes does not call itself."""
     x, pair = leaf(), Recording()
@@ -206,7 +206,7 @@ def test_s02_what_a_hook_computes_is_not_saved(run: Any) -> None:
     assert_close(x.grad, x.detach().exp())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s02_a_whole_model(run: Any) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import LiveBytes, without_rule
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 
 def to_numpy(tensor: Tensor) -> Any:
@@ -116,7 +116,7 @@ def test_s03_nothing_is_held_while_pack_runs() -> None:
     assert holders == [torch._C._storage_Use_Count(alone.untyped_storage()._cdata)]
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s03_live_bytes_do_not_grow_with_depth(run: Any) -> None:
     size, depth = 1000, 20
 
@@ -142,7 +142,7 @@ def test_s03_live_bytes_do_not_grow_with_depth(run: Any) -> None:
     assert_close(packed, x.grad)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s03_live_bytes_with_a_lossy_pack(run: Any) -> None:
     """Half the bits, half the bytes."""
     x = torch.randn(1000, requires_grad=True)

@@ -11,10 +11,10 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording, in_thread, in_threads
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s04_a_new_thread_has_no_hooks(run: Any) -> None:
     pair = Recording()
 
@@ -98,7 +98,7 @@ def test_s04_native_hooks_in_another_thread_stay_native() -> None:
         assert sg.saved.hooks.pairs == []
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s04_each_thread_uses_its_own_pair(run: Any) -> None:
     pairs = [Recording() for _ in range(6)]
     together = threading.Barrier(len(pairs))
@@ -118,7 +118,7 @@ def test_s04_each_thread_uses_its_own_pair(run: Any) -> None:
     assert [p.counts for p in pairs] == [(i, i) for i in range(len(pairs))]
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s04_a_backward_in_another_thread_unpacks_what_was_packed_here(run: Any) -> None:
     """The hooks of a saved tensor go with it."""
     pair, x = Recording(), torch.ones(3, requires_grad=True)

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording, in_threads
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program, raced_program
 
 THREADS, ROUNDS = 8, 6
 
@@ -52,7 +52,7 @@ def expected(params: list[Tensor], batches: list[Tensor], times: int) -> list[Te
     return list(torch.autograd.grad(loss, params))
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s05_threads_that_record_and_run_over_shared_parameters(run: Any) -> None:
     params, batches = parameters(), inputs(THREADS)
     want = expected(params, batches, ROUNDS)
@@ -66,7 +66,7 @@ def test_s05_threads_that_record_and_run_over_shared_parameters(run: Any) -> Non
     assert_close([p.grad for p in params], want)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s05_threads_with_hooks_of_their_own(run: Any) -> None:
     params, batches = parameters(), inputs(THREADS)
     want = expected(params, batches, ROUNDS)
@@ -88,7 +88,7 @@ def test_s05_threads_with_hooks_of_their_own(run: Any) -> None:
     assert pairs[0].packs == pairs[0].unpacks > 0
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s05_one_graph_run_by_many_threads(run: Any) -> None:
     params, (data,) = parameters(), inputs(1)
     want = expected(params, [data], THREADS)
@@ -103,7 +103,7 @@ def test_s05_one_graph_run_by_many_threads(run: Any) -> None:
     assert_close([p.grad for p in params], want)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s05_one_hooked_graph_run_by_many_threads(run: Any) -> None:
     params, (data,), pair = parameters(), inputs(1), Recording()
     want = expected(params, [data], THREADS)
@@ -118,7 +118,7 @@ def test_s05_one_hooked_graph_run_by_many_threads(run: Any) -> None:
     assert_close([p.grad for p in params], want)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s05_a_graph_that_another_thread_frees_gives_right_gradients_or_an_error(run: Any) -> None:
     """All start at once without retain_graph: whoever is late is told so; none adds a part."""
     for _ in range(10):
@@ -143,7 +143,7 @@ def test_s05_a_graph_that_another_thread_frees_gives_right_gradients_or_an_error
             assert x.grad is None
 
 
-@columns(eager)
+@columns(eager, raced_program)
 def test_s05_hooks_that_change_while_other_threads_unpack(run: Any) -> None:
     """A thread puts hooks on saved tensors and takes them off again; those that run see a pair and
     what that pair packed, or the plain tensor, and never parts of two."""
@@ -186,7 +186,7 @@ def test_s05_hooks_that_change_while_other_threads_unpack(run: Any) -> None:
     assert_close(x.grad, 30 * want)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s05_double_backward_in_many_threads(run: Any) -> None:
     params, batches = parameters(), inputs(4)
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -20,7 +20,7 @@ def leaf() -> Tensor:
     return torch.randn(3, dtype=torch.float64, requires_grad=True)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_only_the_innermost_pair_applies(run: Any) -> None:
     x, outer, inner = leaf(), Recording(), Recording()
     with sg.saved_tensors_hooks(outer.pack, outer.unpack):
@@ -32,7 +32,7 @@ def test_s06_only_the_innermost_pair_applies(run: Any) -> None:
     assert_close(x.grad, 2 * x.detach())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_leaving_restores_the_outer_pair(run: Any) -> None:
     x, outer, inner = leaf(), Recording(), Recording()
     with sg.saved_tensors_hooks(outer.pack, outer.unpack):
@@ -45,7 +45,7 @@ def test_s06_leaving_restores_the_outer_pair(run: Any) -> None:
     assert inner.counts == (1, 1)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_leaving_by_an_exception_restores_the_outer_pair(run: Any) -> None:
     x, outer, inner = leaf(), Recording(), Recording()
     with sg.saved_tensors_hooks(outer.pack, outer.unpack):
@@ -66,7 +66,7 @@ def test_s06_leaving_by_an_exception_drops_pairs_that_were_pushed_within() -> No
     assert sg.saved.hooks.pairs == []
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_one_pair_in_two_places(run: Any) -> None:
     x, pair = leaf(), Recording()
     with sg.saved_tensors_hooks(pair.pack, pair.unpack):
@@ -91,7 +91,7 @@ class Stage:
         return packed / self.factor
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_compose_packs_in_order_and_unpacks_in_reverse(run: Any) -> None:
     x, log = leaf(), []
     pair = sg.compose(Stage("a", 2.0, log), Stage("b", 4.0, log), Stage("c", 8.0, log))
@@ -103,7 +103,7 @@ def test_s06_compose_packs_in_order_and_unpacks_in_reverse(run: Any) -> None:
     assert_close(x.grad, x.detach().exp())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_compose_packs_every_tensor_in_what_the_one_before_returned(run: Any) -> None:
     """As a quantizer does: it returns values and a scale, and the next pair moves both."""
 
@@ -123,7 +123,7 @@ def test_s06_compose_packs_every_tensor_in_what_the_one_before_returned(run: Any
     assert_close(x.grad, x.detach().exp(), rtol=1e-2, atol=1e-2)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_compose_of_one_pair_is_that_pair(run: Any) -> None:
     x, pair = leaf(), Recording()
     with sg.saved_tensors_hooks(*sg.compose(pair)):
@@ -132,7 +132,7 @@ def test_s06_compose_of_one_pair_is_that_pair(run: Any) -> None:
     assert pair.counts == (1, 1)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_composed_pairs_can_be_composed_again(run: Any) -> None:
     x, log = leaf(), []
     inner = sg.compose(Stage("b", 2.0, log), Stage("c", 4.0, log))
@@ -143,7 +143,7 @@ def test_s06_composed_pairs_can_be_composed_again(run: Any) -> None:
     assert_close(x.grad, x.detach().exp())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s06_composed_pairs_work_on_one_saved_tensor(run: Any) -> None:
     x, log = leaf(), []
     y = x.exp()

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -31,7 +31,7 @@ def saved_by_sin(x: Tensor) -> tuple[Tensor, sg.SavedTensor]:
     return y, y.grad_fn._raw_saved_self  # type: ignore[union-attr]
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s07_registering_over_default_hooks_repacks(run: Any) -> None:
     x, default, mine = leaf(), Recording(), Recording()
     with sg.saved_tensors_hooks(default.pack, default.unpack):
@@ -54,7 +54,7 @@ def test_s07_registering_twice_over_default_hooks_is_an_error() -> None:
         saved.register_hooks(lambda t: t.clone(), lambda p: p)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s07_a_pair_can_be_replaced(run: Any) -> None:
     x, first, second = leaf(), Recording(), Recording()
     y, saved = saved_by_sin(x)
@@ -65,7 +65,7 @@ def test_s07_a_pair_can_be_replaced(run: Any) -> None:
     assert_close(x.grad, x.detach().cos())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s07_replacing_where_there_are_no_hooks_registers(run: Any) -> None:
     x, pair = leaf(), Recording()
     y, saved = saved_by_sin(x)
@@ -86,7 +86,7 @@ def test_s07_a_replacement_that_raises_leaves_the_first_pair() -> None:
     assert_close(x.grad, x.detach().cos())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s07_hooks_can_be_removed(run: Any) -> None:
     x, pair = leaf(), Recording()
     y, saved = saved_by_sin(x)
@@ -99,7 +99,7 @@ def test_s07_hooks_can_be_removed(run: Any) -> None:
     assert_close(x.grad, x.detach().cos())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s07_default_hooks_can_be_removed_from_one_tensor(run: Any) -> None:
     x, pair = leaf(), Recording()
     with sg.saved_tensors_hooks(pair.pack, pair.unpack):

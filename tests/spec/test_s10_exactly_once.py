@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording, without_rule
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -116,7 +116,7 @@ MODELS: dict[str, Callable[[], Callable[[], Tensor]]] = {
 each_model = pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
 
 
-@columns(eager)
+@columns(eager, program)
 @each_model
 def test_s10_one_pack_a_save_and_one_unpack_a_use(
     run: Any, make: Callable[[], Callable[[], Tensor]]
@@ -129,7 +129,7 @@ def test_s10_one_pack_a_save_and_one_unpack_a_use(
     pair.assert_each_used(1)
 
 
-@columns(eager)
+@columns(eager, program)
 @each_model
 def test_s10_with_retain_graph_one_unpack_a_pass(
     run: Any, make: Callable[[], Callable[[], Tensor]]
@@ -144,7 +144,7 @@ def test_s10_with_retain_graph_one_unpack_a_pass(
         assert pair.packs == packs, "a backward packs nothing of the forward's again"
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s10_what_no_gradient_needs_is_not_unpacked(run: Any) -> None:
     a, b, pair = leaf(), leaf(), Recording()
     with sg.saved_tensors_hooks(pair.pack, pair.unpack):
@@ -156,7 +156,7 @@ def test_s10_what_no_gradient_needs_is_not_unpacked(run: Any) -> None:
     assert b.grad is None
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s10_what_no_gradient_needs_is_not_packed(run: Any) -> None:
     a, b, pair = leaf(), leaf().detach(), Recording()
     with sg.saved_tensors_hooks(pair.pack, pair.unpack):

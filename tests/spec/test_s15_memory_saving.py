@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import stowgrad as sg
 from stowgrad.memory import ToDisk, ToHost
 from tests.helpers import LiveBytes, Recording
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -110,7 +110,7 @@ def gradients(forward: Callable[[], tuple[Tensor, list[Tensor]]], run: Any) -> l
     return found
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("outer, inner", list(itertools.product(NAMES, NAMES)))
 def test_s15_ways_mix_and_nest(outer: str, inner: str, ways: dict[str, Call], run: Any) -> None:
     expected = gradients(network(plain, plain), run)
@@ -119,7 +119,7 @@ def test_s15_ways_mix_and_nest(outer: str, inner: str, ways: dict[str, Call], ru
     assert_close(gradients(forward, run), expected, rtol=0, atol=0)
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("name", NAMES)
 def test_s15_several_backwards_and_second_derivatives(
     name: str, ways: dict[str, Call], run: Any
@@ -136,7 +136,7 @@ def test_s15_several_backwards_and_second_derivatives(
     assert_close(results(ways[name]), results(plain), rtol=1e-12, atol=1e-12)
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_s15_a_region_runs_again_as_it_first_ran(early_stop: bool, run: Any) -> None:
     """Its random numbers, its autocast state and its buffers are those of the first run."""
@@ -157,7 +157,7 @@ def test_s15_a_region_runs_again_as_it_first_ran(early_stop: bool, run: Any) -> 
     assert_close(step(ours), step(plain), rtol=0, atol=0)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s15_a_second_run_that_differs_is_an_error(run: Any) -> None:
     sizes = iter([3, 2])
 
@@ -171,7 +171,7 @@ def test_s15_a_second_run_that_differs_is_an_error(run: Any) -> None:
         run(loss)
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("first", ["checkpoint", "disk"])
 def test_s15_disk_and_checkpoint_share_a_step(first: str, tmp_path: Path, run: Any) -> None:
     """The regions' inputs go to disk, or what an offloaded stretch has between regions does."""
@@ -206,7 +206,7 @@ def test_s15_disk_and_checkpoint_share_a_step(first: str, tmp_path: Path, run: A
     assert disk.bytes_now == 0
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s15_hooks_see_a_regions_inputs_and_nothing_of_its_inside(run: Any) -> None:
     outside, inside = Recording(), Recording()
 

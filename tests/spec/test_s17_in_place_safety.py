@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording, in_thread
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -29,7 +29,7 @@ def line() -> int:
 # -- without hooks
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_the_error_names_the_saver_the_changer_and_both_versions(run: Any) -> None:
     x = leaf()
     y = x * 2
@@ -61,7 +61,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
 @pytest.mark.parametrize("tracked", [True, False])
 def test_s17_every_way_to_change_a_saved_tensor(run: Any, change: Any, tracked: bool) -> None:
@@ -74,7 +74,7 @@ def test_s17_every_way_to_change_a_saved_tensor(run: Any, change: Any, tracked: 
         run(loss)
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
 def test_s17_the_error_knows_who_changed_it(run: Any, change: Any) -> None:
     x, y = leaf(), torch.randn(3, dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_s17_the_error_knows_who_changed_it(run: Any, change: Any) -> None:
         run(loss)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_a_saved_output_that_was_changed(run: Any) -> None:
     x = leaf()
     y = x.exp()
@@ -93,7 +93,7 @@ def test_s17_a_saved_output_that_was_changed(run: Any) -> None:
         run(y.sum())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_a_parameter_that_an_optimizer_changed(run: Any) -> None:
     """The classic: two losses of one network, with a step between their backwards."""
     net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
@@ -105,7 +105,7 @@ def test_s17_a_parameter_that_an_optimizer_changed(run: Any) -> None:
         run(second)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_a_change_before_the_save_is_fine(run: Any) -> None:
     x = leaf()
     y = x * 2
@@ -115,7 +115,7 @@ def test_s17_a_change_before_the_save_is_fine(run: Any) -> None:
     assert_close(x.grad, 2 * (2 * x.detach() + 1).cos())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_a_change_of_what_was_not_saved_is_fine(run: Any) -> None:
     x = leaf()
     y = x.exp() + 1  # the sum saves nothing
@@ -124,7 +124,7 @@ def test_s17_a_change_of_what_was_not_saved_is_fine(run: Any) -> None:
     assert_close(x.grad, 2 * x.detach().exp())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_a_change_that_another_thread_made(run: Any) -> None:
     x = leaf()
     y = x * 2
@@ -139,7 +139,7 @@ def test_s17_a_change_that_another_thread_made(run: Any) -> None:
         run(loss)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_a_changed_tensor_is_found_at_each_access(run: Any) -> None:
     x = leaf()
     y = x * 2
@@ -151,7 +151,7 @@ def test_s17_a_changed_tensor_is_found_at_each_access(run: Any) -> None:
         z.grad_fn._raw_saved_self.register_hooks(lambda t: t, lambda p: p)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_nothing_is_accumulated_by_a_backward_that_fails_so(run: Any) -> None:
     x = leaf()
     y = x * 2
@@ -204,7 +204,7 @@ ALIASES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 each_alias = pytest.mark.parametrize("pair", ALIASES.values(), ids=list(ALIASES))
 
 
-@columns(eager)
+@columns(eager, program)
 @each_alias
 @pytest.mark.parametrize("explicit", [True, False])
 def test_s17_a_packed_alias_that_was_changed_is_an_error(
@@ -228,7 +228,7 @@ def test_s17_a_packed_alias_that_was_changed_is_an_error(
     assert x.grad is None
 
 
-@columns(eager)
+@columns(eager, program)
 @each_alias
 def test_s17_a_packed_alias_of_an_output_that_was_changed_is_an_error(run: Any, pair: Any) -> None:
     x = leaf()
@@ -239,7 +239,7 @@ def test_s17_a_packed_alias_of_an_output_that_was_changed_is_an_error(run: Any, 
         run(y.sum())
 
 
-@columns(eager)
+@columns(eager, program)
 @each_alias
 def test_s17_a_packed_alias_that_was_not_changed_is_right(run: Any, pair: Any) -> None:
     x = leaf()
@@ -266,7 +266,7 @@ COPIES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("pair", COPIES.values(), ids=list(COPIES))
 def test_s17_a_packed_copy_is_simply_right(run: Any, pair: Any) -> None:
     x = leaf()
@@ -279,7 +279,7 @@ def test_s17_a_packed_copy_is_simply_right(run: Any, pair: Any) -> None:
     assert_close(x.grad, 2 * (2 * x.detach()).cos())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_a_change_between_two_passes_is_found(run: Any) -> None:
     x = leaf()
     y = x * 2
@@ -292,7 +292,7 @@ def test_s17_a_change_between_two_passes_is_found(run: Any) -> None:
         run(z.sum())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_unpacking_to_the_same_memory_each_time_is_fine(run: Any) -> None:
     """A hook may unpack into a buffer of its own, over and over."""
     buffer = torch.zeros(3, dtype=torch.float64)
@@ -304,7 +304,7 @@ def test_s17_unpacking_to_the_same_memory_each_time_is_fine(run: Any) -> None:
     assert_close(x.grad, 4 * (2 * x.detach()).cos())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_freed_memory_that_is_used_again_is_not_taken_for_an_alias(run: Any) -> None:
     """The tensor was changed and then freed; what is unpacked may well lie where it was."""
     for _ in range(50):
@@ -319,7 +319,7 @@ def test_s17_freed_memory_that_is_used_again_is_not_taken_for_an_alias(run: Any)
         assert_close(x.grad, 2 * (2 * x.detach()).cos())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s17_checking_holds_no_memory(run: Any) -> None:
     """A pack that moves the tensor away later, from where it kept it at first."""
     boxes: list[Box] = []

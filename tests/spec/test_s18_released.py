@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording, without_rule
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -99,7 +99,7 @@ KINDS = pytest.mark.parametrize(
 )
 
 
-@columns(eager)
+@columns(eager, program)
 @KINDS
 def test_s18_after_backward_nothing_saved_is_alive(run: Any, op: Any) -> None:
     x = leaf()
@@ -113,7 +113,7 @@ def test_s18_after_backward_nothing_saved_is_alive(run: Any, op: Any) -> None:
     assert loss.grad_fn is not None, "though the graph itself is"
 
 
-@columns(eager)
+@columns(eager, program)
 @KINDS
 def test_s18_with_retain_graph_it_stays_alive(run: Any, op: Any) -> None:
     x = leaf()
@@ -127,7 +127,7 @@ def test_s18_with_retain_graph_it_stays_alive(run: Any, op: Any) -> None:
     assert storage.expired()
 
 
-@columns(eager)
+@columns(eager, program)
 @KINDS
 def test_s18_a_graph_that_is_dropped_frees_what_it_saved(run: Any, op: Any) -> None:
     x = leaf()
@@ -138,7 +138,7 @@ def test_s18_a_graph_that_is_dropped_frees_what_it_saved(run: Any, op: Any) -> N
     assert storage.expired(), "no circle of references keeps it"
 
 
-@columns(eager)
+@columns(eager, program)
 @KINDS
 def test_s18_a_second_backward_is_the_references_error(run: Any, op: Any) -> None:
     x = leaf()
@@ -153,7 +153,7 @@ def test_s18_a_second_backward_is_the_references_error(run: Any, op: Any) -> Non
     assert_close(x.grad, before)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s18_a_second_backward_through_what_saves_nothing_works(run: Any) -> None:
     """As with PyTorch: there is nothing that could be gone."""
     x = leaf()
@@ -163,7 +163,7 @@ def test_s18_a_second_backward_through_what_saves_nothing_works(run: Any) -> Non
     assert_close(x.grad, torch.full_like(x, 2))
 
 
-@columns(eager)
+@columns(eager, program)
 @KINDS
 def test_s18_after_backward_the_files_are_gone(run: Any, op: Any, disk: ToFiles) -> None:
     x = leaf()
@@ -174,7 +174,7 @@ def test_s18_after_backward_the_files_are_gone(run: Any, op: Any, disk: ToFiles)
     assert disk.files == 0
 
 
-@columns(eager)
+@columns(eager, program)
 @KINDS
 def test_s18_a_dropped_graph_takes_its_files_with_it(run: Any, op: Any, disk: ToFiles) -> None:
     x = leaf()
@@ -222,7 +222,7 @@ def failing_at(disk: ToFiles, call: int, part: str) -> Any:
     return sg.saved_tensors_hooks(counted("pack", disk.pack), counted("unpack", disk.unpack))
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_s18_a_pack_that_raises_halfway_frees_what_was_held(
     run: Any, call: int, disk: ToFiles
@@ -245,7 +245,7 @@ def test_s18_a_pack_that_raises_halfway_frees_what_was_held(
     assert_close(x.grad, 2 * x.detach())
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_s18_an_unpack_that_raises_halfway_frees_what_was_held(
     run: Any, call: int, disk: ToFiles
@@ -266,7 +266,7 @@ def test_s18_an_unpack_that_raises_halfway_frees_what_was_held(
     assert disk.files == 0
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s18_a_backward_that_failed_can_be_dropped_or_tried_again(run: Any, disk: ToFiles) -> None:
     """What had not been released yet is still there; what had is gone."""
     x = leaf()
@@ -280,7 +280,7 @@ def test_s18_a_backward_that_failed_can_be_dropped_or_tried_again(run: Any, disk
     assert disk.files == 0
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s18_a_packed_value_lives_no_longer_than_its_node(run: Any, disk: ToFiles) -> None:
     """Released one by one as backward goes, not all at the end."""
     x, seen = leaf(), []
@@ -295,7 +295,7 @@ def test_s18_a_packed_value_lives_no_longer_than_its_node(run: Any, disk: ToFile
     assert seen == [3, 2, 1, 0]
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s18_an_unpacked_value_is_dropped_after_its_node(run: Any) -> None:
     alive: list[Any] = []
 
@@ -312,7 +312,7 @@ def test_s18_an_unpacked_value_is_dropped_after_its_node(run: Any) -> None:
     assert len(alive) == 3
 
 
-@columns(eager)
+@columns(eager, program)
 def test_s18_the_state_of_a_saved_tensor_tells(run: Any) -> None:
     pair = Recording()
     with sg.saved_tensors_hooks(pair.pack, pair.unpack):

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import stowgrad as sg
 from tests.helpers import Recording
-from tests.spec.columns import columns, eager
+from tests.spec.columns import columns, eager, program
 
 pytestmark = pytest.mark.usefixtures("recorded")
 
@@ -23,7 +23,7 @@ def leaf(*shape: int) -> Tensor:
     return torch.randn(*(shape or (3,)), dtype=torch.float64, requires_grad=True)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_trap_01_memory_that_is_used_again_is_no_alias(run: Any) -> None:
     """Each sine's input is packed to numbers and freed; the next may lie at the same address.
 
@@ -50,7 +50,7 @@ def test_trap_01_memory_that_is_used_again_is_no_alias(run: Any) -> None:
     assert_close(x.grad, 30 * 2 * (2 * x.detach()).cos())
 
 
-@columns(eager)
+@columns(eager, program)
 def test_trap_01_a_storages_identity_is_not_given_twice_while_it_is_saved(run: Any) -> None:
     keys = []
     nodes = []
@@ -61,7 +61,7 @@ def test_trap_01_a_storages_identity_is_not_given_twice_while_it_is_saved(run: A
     assert len(set(keys)) == len(keys)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_trap_02_a_square_matrix_and_its_transpose_are_two_saved_tensors(run: Any) -> None:
     """One storage, one dtype, one shape; each comes back as it was."""
     w = leaf(4, 4)
@@ -79,7 +79,7 @@ def test_trap_02_a_square_matrix_and_its_transpose_are_two_saved_tensors(run: An
     assert_close(w.grad, w.detach().cos() * (a.t() + b))
 
 
-@columns(eager)
+@columns(eager, program)
 def test_trap_03_a_result_that_is_a_view_of_an_unpacked_tensor_lives_on(run: Any) -> None:
     """The gradient a node returns may lie in the memory of what it unpacked."""
 
@@ -123,7 +123,7 @@ def keep(t: Tensor) -> int:
     return len(_kept) - 1
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize(
     ("pair", "fresh"),
     [
@@ -168,7 +168,7 @@ def test_trap_12_an_unpacked_value_written_to_by_its_consumer(
         assert_close(x.grad, first)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_trap_12_without_hooks_it_is_an_error_too(run: Any) -> None:
     class Overwrites(torch.autograd.Function):
         @staticmethod
@@ -189,7 +189,7 @@ def test_trap_12_without_hooks_it_is_an_error_too(run: Any) -> None:
         run(loss)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_trap_12_a_gradient_is_never_taken_over_from_what_a_hook_keeps(run: Any) -> None:
     """The unpacked value becomes the gradient; neither `.grad` nor a later sum may write to it."""
 
@@ -219,7 +219,7 @@ def test_trap_12_a_gradient_is_never_taken_over_from_what_a_hook_keeps(run: Any)
     assert_close(x.grad, 4 * table + 100)
 
 
-@columns(eager)
+@columns(eager, program)
 @pytest.mark.parametrize("autocast", [True, False])
 def test_trap_13_a_checkpointed_region_is_the_same_the_second_time(
     run: Any, autocast: bool
@@ -244,7 +244,7 @@ def test_trap_13_a_checkpointed_region_is_the_same_the_second_time(
     assert_close(checkpointed, plain)
 
 
-@columns(eager)
+@columns(eager, program)
 def test_trap_13_hooks_around_a_checkpointed_region_see_its_inputs_once(run: Any) -> None:
     pair, x = Recording(), leaf()
     with sg.saved_tensors_hooks(pair.pack, pair.unpack):
