@@ -199,10 +199,11 @@ class _Text:
         for node, code, looks, freed in rows:
             free = _free(freed)
             row = f"  {code:<{width}}  {looks:<{beside}}  {free:<{gone}}"
-            spec = node.meta.get("spec")
-            if spec is not before and not (spec is not None and spec.kind == "leaf"):
-                row += f"  # {_origin(spec) if spec is not None else _by_no_node(node)}"
-            before = spec
+            spec: Spec | None = node.meta.get("spec")
+            origin = _by_no_node(node) if spec is None else _origin(spec)
+            if (spec, origin) != before and (spec is None or spec.kind != "leaf"):
+                row += f"  # {origin}"
+            before = spec, origin
             found.append(row.rstrip())
         output = next(n for n in self.graph.nodes if n.op == "output")
         values = output.args[0]
@@ -220,6 +221,8 @@ class _Text:
             return f"check that {name} was not changed", looks
         if target in (steps.read, steps.unpack):
             return f"{name} = {target.__name__} {self._arg(args[0])}", looks
+        if target is _FETCH:
+            return f"start to fetch {self._arg(args[0])}", ""
         if target is steps.release:
             return f"release {self._arg(args[0])}", ""
         if target is steps.accumulate:
@@ -284,8 +287,9 @@ class _Text:
             return "?"
 
 
+_FETCH = getattr(steps, "fetch", None)
 _NO_VALUE = frozenset([
-    steps.release, steps.accumulate, steps.post_accumulate_hooks, steps.retain_grad,
+    steps.release, steps.accumulate, steps.post_accumulate_hooks, steps.retain_grad, _FETCH,
 ])  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def files() -> Iterator[None]:
 @contextmanager
 def copies() -> Iterator[None]:
     """Within: every saved tensor is kept as a copy in the memory of NumPy, which nothing counts."""
-    with saved_tensors_hooks(lambda t: t.numpy().copy(), lambda a: torch.from_numpy(a).clone()):
+    with saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
         yield
 
 
@@ -265,9 +265,9 @@ class TestExact:
 
 class TestArguments:
     def program(self, n: int = 6) -> sg.Program:
-        x = leaf(n, 4)
+        x, w = torch.rand(n, 4), leaf(4)
         with sg.record():
-            return sg.capture(x.exp().sin().sum())
+            return sg.capture((x * w).exp().sin().sum())
 
     def test_leaves_with_a_gradient_are_seen_at_capture(self) -> None:
         x = leaf(KIB)
@@ -283,7 +283,7 @@ class TestArguments:
         kept = memory.live_bytes(program.captured, keep_graph=True)
         freed = memory.live_bytes(program.captured)
         assert len(kept) == len(freed)
-        assert kept[-1] >= freed[-1] + 2 * 6 * 4 * 4 - 96
+        assert kept[-1] >= freed[-1] + 6 * 4 * 4
         assert all(a >= b for a, b in zip(kept, freed, strict=True))
 
     def test_gradients_of_inputs(self) -> None:
@@ -299,12 +299,14 @@ class TestArguments:
             self.program().peak_bytes({"nonsense": 3})
 
     def test_sizes_that_are_programs_of_their_own(self) -> None:
+        program = self.program()
         with pytest.raises(ValueError, match="programs of their own"):
-            self.program().peak_bytes({"s0": 1})
+            program.peak_bytes(dict.fromkeys(program.symbols, 1))
 
     def test_sizes_that_a_guard_refuses(self) -> None:
         program = self.program()
-        program.captured.guards.append("s0 % 2 == 0")
-        assert program.peak_bytes({"s0": 8}) > program.peak_bytes()
-        with pytest.raises(ValueError, match="not for these sizes: s0 % 2 == 0"):
-            program.peak_bytes({"s0": 7})
+        rows = next(name for name, value in program.symbols.items() if value == 6)
+        program.captured.guards.append(f"{rows} % 2 == 0")
+        assert program.peak_bytes({rows: 8}) > program.peak_bytes()
+        with pytest.raises(ValueError, match=f"not for these sizes: {rows} % 2 == 0"):
+            program.peak_bytes({rows: 7})

@@ -32,33 +32,33 @@ def line_of(text: str, part: str) -> str:
 
 class TestText:
     def test_a_whole_program(self) -> None:
-        x = leaf(4, 5)
+        x = leaf(4, 1)
 
         def loss() -> Tensor:
-            return (x * x).exp().sum()
+            return (x.expand(4, 7).exp() * x).sum()
 
         text = re.sub(r" +", " ", str(captured(loss)))
         at = f"at test_show.py:{loss.__code__.co_firstlineno + 1}"
         head, inputs, steps = text.split("\n\n")
-        assert re.fullmatch(rf"backward of aten.sum {at}: \d+ steps\nsizes: s0 = 4, s1 = 5", head)
-        assert inputs.splitlines() == [
-            "inputs:",
-            f" grad float32 [] gradient of aten.sum {at}",
-            f" n1.out float32 [s0, s1] saved by aten.exp {at}",
-            f" n2.other float32 [s0, s1] saved by aten.mul {at} = memory of leaf n3",
-            f" n2.self float32 [s0, s1] saved by aten.mul {at} = memory of leaf n3",
-            " n3 float32 [s0, s1] leaf",
-        ]
-        assert (
-            f" %0 = aten.expand(grad, [s0, s1]) float32 [s0, s1] free grad # aten.sum {at}" in steps
-        )
-        assert f" %1 = read n1.out float32 [s0, s1] # aten.exp {at}" in steps
-        assert " %2 = aten.mul.Tensor(%0, %1) float32 [s0, s1] free %0, %1" in steps
-        assert f" check that n2.other was not changed float32 [s0, s1] # aten.mul {at}" in steps
-        assert " %5 = aten.mul.Tensor(%2, n2.other) float32 [s0, s1] free n2.other" in steps
-        assert re.search(
-            r" %(\d+) = aten.add.*# sum of gradients\n accumulate %\1 into n3.grad", steps
-        )
+        assert re.match(rf"backward of aten.sum {at}: \d+ steps\nsizes: .*s\d = 7", head)
+        shape = r"float32 \[\w+, \w+\]"
+        for line in (
+            rf"grad float32 \[\] gradient of aten.sum {at}",
+            rf"n\d.self {shape} saved by aten.mul {at}",
+            rf"n\d.other {shape} saved by aten.mul {at} = memory of leaf n\d",
+            rf"n\d.out {shape} saved by aten.exp {at} = memory of n\d.self",
+            rf"n\d {shape} leaf",
+        ):
+            assert re.search(rf"^ {line}$", inputs, re.M), line
+        for line in (
+            rf"%0 = aten.expand\(grad, .*\) {shape} free grad # aten.sum {at}",
+            rf"check that n\d.other was not changed {shape}.*",
+            rf"%\d+ = read n\d.out {shape}.*",
+            rf"%\d+ = aten.mul.Tensor\(%0, n\d.other\) {shape} free n\d.other.*",
+            r"%\d+ = aten.add.?.Tensor\(.*\).* # sum of gradients",
+            r"accumulate %\d+ into n\d.grad free %\d+",
+        ):
+            assert re.search(rf"^ {line}$", steps, re.M), line
 
     def test_hooks_and_packed_tensors(self) -> None:
         x, w = leaf(4), leaf(4)
@@ -110,7 +110,9 @@ class TestText:
     def test_several_results(self) -> None:
         x = leaf(3, 4)
         text = str(captured(lambda: nn.functional.layer_norm(x, (4,), leaf(4), leaf(4)).sum()))
-        assert re.search(r"native_layer_norm_backward.*  float32 \[s0, s1\]; float32 \[s1\]", text)
+        assert re.search(
+            r"native_layer_norm_backward.*  float32 \[\w+, \w+\]; float32 \[\w+\]", text
+        )
         assert len(set(re.findall(r"accumulate (%\d+\.[012]) into", text))) == 3
 
     def test_what_is_named_is_there(self) -> None:
@@ -151,10 +153,10 @@ class TestText:
 class TestPlot:
     @pytest.fixture
     def program(self) -> sg.Program:
-        x, w = leaf(16, 64), leaf(64, 64)
+        x, v, w = torch.rand(16, 64), leaf(64, 64), leaf(64, 64)
 
         def loss() -> Tensor:
-            y = (x @ w).relu()
+            y = (x @ v).relu()
             with saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
                 return (y @ w).sin().sum()
 
