@@ -306,7 +306,7 @@ def _free(names: list[str]) -> str:
 
 
 def _by_no_node(node: torch.fx.Node) -> str:
-    if node.target in (steps.add, torch.ops.aten.add.Tensor):
+    if node.target in (steps.add, torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor):
         return "sum of gradients"
     return "several ops" if not isinstance(node.target, torch._ops.OpOverload) else "the engine"
 
