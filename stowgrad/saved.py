@@ -11,6 +11,7 @@ programs.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -132,7 +133,8 @@ def compose(*pairs: Any) -> HookPair:
     """One pair out of several: the first packs the tensor, each next one every tensor in that.
 
     A pair is anything with `pack` and `unpack`, or a tuple of the two. Unpacking goes the other
-    way round. The packed value may be any nest of tuples, lists and dicts with tensors in it.
+    way round. The packed value may be any nest of tuples, lists and dicts with tensors in it. What
+    the last pair packed can be fetched ahead if that pair has a `prefetch` (see `prefetch_of`).
     """
     from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -161,7 +163,31 @@ def compose(*pairs: Any) -> HookPair:
         result: Tensor = stages[0].unpack(packed)
         return result
 
+    ahead = prefetch_of(stages[-1].unpack)  # whose packed values the nest is made of
+    if ahead is not None:
+
+        def prefetch(packed: Any) -> None:
+            todo = [packed] if len(stages) == 1 else itertools.compress(packed[0], packed[1])
+            for part in todo:
+                ahead(part)
+
+        unpack.prefetch = prefetch  # type: ignore[attr-defined]
     return HookPair(pack, unpack)
+
+
+def prefetch_of(unpack: Unpack) -> Callable[[Any], object] | None:
+    """The `prefetch(packed)` of a pair, with which a packed value can be fetched ahead of its use.
+
+    It is an attribute of the unpack function or, of a bound method, of the object: a policy with
+    the methods `pack`, `unpack` and `prefetch`. It starts the fetch and returns at once; `unpack`
+    of the same packed value comes later, and waits for what is not there yet. It is called in
+    programs only (`compiled_backward(window=...)`), at most once before an unpack. None where a
+    pair has none.
+    """
+    found = getattr(unpack, "prefetch", None)
+    if found is None:
+        found = getattr(getattr(unpack, "__self__", None), "prefetch", None)
+    return found if callable(found) else None
 
 
 def _told(pack: Pack, info: SavedInfo, tensor: Tensor) -> Any:
@@ -370,6 +396,14 @@ class SavedTensor:
                 )
         packed.handed = None if packed.aliased or _private.fresh(result, 1) else _Handed(result)
         return result
+
+    def prefetch(self) -> None:
+        """Start to fetch what `unpack` will be asked for soon, where the hook pair can do that."""
+        packed = self._packed
+        ahead = None if packed is None else prefetch_of(packed.pair.unpack)
+        if packed is not None and ahead is not None:
+            with torch.no_grad():
+                call_user(ahead, packed.value)
 
     # -- hooks on this one tensor
 
