@@ -119,29 +119,31 @@ class Captured:
 
 
 class Sizes:
-    """The symbols of one capture, a name for each number.
+    """The symbols of one capture: one for each number that is a size, since many are the slower.
 
+    `features`: the sizes of leaves, which stay. Such a number stays a number where it is the last
+    size of a shape, or the channels of images: the width of a net, and not a batch of as many.
     `streams`: the numbers that were named, in turn, when other graphs of the same structure were
     captured. What has differed in any of them is two symbols, though it may be equal now.
-    `constant`: the sizes of leaves. A number that has been one of these each time stays a number.
     """
 
-    def __init__(self, streams: Sequence[list[int]], constant: frozenset[int]) -> None:
+    def __init__(self, streams: Sequence[list[int]], features: frozenset[int]) -> None:
         self.env = _private.new_shape_env()
-        self._constant = constant
+        self._features = features
         self.values: dict[str, int] = {}
         self.symbols: dict[str, Any] = {}  # their SymInts
         self.stream: list[int] = []
         self._streams = streams
         self._names: dict[tuple[int, ...], str] = {}
 
-    def name(self, value: int) -> Size:
+    def name(self, value: int, feature: bool = False) -> Size:
+        """The name of a size. What is 0 or 1 stays a number; so may what `feature` says is one."""
         at = len(self.stream)
         self.stream.append(value)
         if value < 2 or value > 2**31:
             return int(value)
         key = (value, *[s[at] for s in self._streams if at < len(s)])
-        if value in self._constant and all(v == value for v in key):
+        if feature and value in self._features and all(v == value for v in key):
             return int(value)
         name = self._names.get(key)
         if name is None:
@@ -150,8 +152,13 @@ class Sizes:
             self.symbols[name] = _private.new_size(self.env, name, value)
         return name
 
-    def names(self, shape: Sequence[int]) -> tuple[Size, ...]:
-        return tuple([self.name(n) for n in shape])
+    def names(self, shape: Sequence[int], features: bool = True) -> tuple[Size, ...]:
+        """The names of the sizes of a shape. `features`: it may have them, as indices have not."""
+        last = len(shape) - 1
+        return tuple([
+            self.name(n, features and (i == last or (i == 1 and last > 2)))
+            for i, n in enumerate(shape)
+        ])  # fmt: skip
 
     def symbolic(self, size: Size) -> Any:
         return self.symbols[size] if isinstance(size, str) else size
@@ -563,6 +570,8 @@ def _is_plain(value: Any) -> bool:
 
 def _named(sizes: Sizes, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
+        if all(type(v) is int for v in value):
+            return sizes.names(value)
         return tuple([_named(sizes, v) for v in value])
     return sizes.name(value) if type(value) is int else value
 
@@ -584,7 +593,20 @@ def _symbolic(sizes: Sizes, value: Any, like: Any) -> Any:
 
 def _look(sizes: Sizes, tensor: Any, with_device: bool = True) -> Look:
     """`tensor`: a Tensor, an Edge or a SavedInfo."""
-    return Look(sizes.names(tensor.shape), tensor.dtype, tensor.device if with_device else None)
+    dtype = tensor.dtype
+    shape = sizes.names(tensor.shape, dtype.is_floating_point or dtype.is_complex)
+    return Look(shape, dtype, tensor.device if with_device else None)
+
+
+def _look_of_leaf(like: Any, device: torch.device | None) -> Look:
+    """What a leaf, or a gradient of it, looks like: in numbers, for the sizes of parameters stay."""
+    return Look(tuple(like.shape), like.dtype, device)
+
+
+def _edge_look(sizes: Sizes, edge: Edge) -> Look:
+    if type(edge.node) is AccumulateNode:
+        return _look_of_leaf(edge, None)
+    return _look(sizes, edge, False)
 
 
 def _strides(sizes: Sizes, tensor: Tensor) -> Any:
@@ -620,11 +642,16 @@ def _check_tensor(tensor: Tensor) -> None:
         raise Uncapturable(f"a tensor of class {type(tensor).__name__} or layout {tensor.layout}")
 
 
-def _entry(sizes: Sizes, saved: Any, name: str, slot: tuple[int, ...], edge: bool) -> Entry:
+def _entry(
+    sizes: Sizes, saved: Any, name: str, slot: tuple[int, ...], link: Link | None = None
+) -> Entry:
     if isinstance(saved, Tensor):
         _check_tensor(saved)
-        look = _look(sizes, saved)
-        return Entry("raw", name, look, edge=edge, slot=slot, strides=_strides(sizes, saved))
+        look = _look(sizes, saved) if link is None else Look(link.look.shape, saved.dtype, None)
+        if look.device is None:
+            look = Look(look.shape, look.dtype, saved.device)
+        strides = _strides(sizes, saved)
+        return Entry("raw", name, look, edge=link is not None, slot=slot, strides=strides)
     if isinstance(saved, SavedTensor):
         data, packed = saved._data, saved._packed
         if data is not None:
@@ -636,7 +663,7 @@ def _entry(sizes: Sizes, saved: Any, name: str, slot: tuple[int, ...], edge: boo
         ahead = prefetch_of(packed.pair.unpack) is not None
         return Entry("packed", name, _look(sizes, packed.info), slot=slot, prefetch=ahead)
     if isinstance(saved, list):
-        parts = [_entry(sizes, e, f"{name}_{i}", (*slot, i), False) for i, e in enumerate(saved)]
+        parts = [_entry(sizes, e, f"{name}_{i}", (*slot, i)) for i, e in enumerate(saved)]
         return Entry("list", name, parts=parts, slot=slot)
     if not _is_plain(saved):
         raise Uncapturable(f"a saved value of class {type(saved).__name__}")
@@ -645,7 +672,7 @@ def _entry(sizes: Sizes, saved: Any, name: str, slot: tuple[int, ...], edge: boo
 
 def _spec(sizes: Sizes, index: int, node: Any, numbers: dict[Node, int]) -> Spec:
     links = [
-        None if e is None else Link(numbers[e.node], e.index, _look(sizes, e, False))
+        None if e is None else Link(numbers[e.node], e.index, _edge_look(sizes, e))
         for e in node.edges
     ]
     spec = Spec(
@@ -653,7 +680,7 @@ def _spec(sizes: Sizes, index: int, node: Any, numbers: dict[Node, int]) -> Spec
         hooks=hook_kinds(node), seq=node.seq,
     )  # fmt: skip
     if type(node) is AccumulateNode:
-        spec.kind, spec.look = "leaf", _look(sizes, node.variable)
+        spec.kind, spec.look = "leaf", _look_of_leaf(node.variable, node.variable.device)
         return spec
     if not getattr(node, "traceable", False):
         return spec
@@ -664,15 +691,15 @@ def _spec(sizes: Sizes, index: int, node: Any, numbers: dict[Node, int]) -> Spec
         spec.op = node.rule.name
         facts = {key: fact for key, _, fact in node.plan.facts}
         names = list(node.plan.index)
-        edged = [position >= 0 for _, _, position in node.plan.fast_inputs]
+        linked = [links[i] if i >= 0 else None for _, _, i in node.plan.fast_inputs]
     else:
-        names, edged = [f"saved_{i}" for i in range(len(node.saved))], []
+        names, linked = [f"saved_{i}" for i in range(len(node.saved))], []
     if values is not None and not _is_plain(list(values.values())):
         return spec  # a generator, say: it runs as it is
     spec.kind, spec.plan = "rule", node.plan
     for i, saved in enumerate(node.saved):
-        edge = i < len(edged) and edged[i]
-        spec.entries.append(_entry(sizes, saved, names[i], (i,), edge))
+        link = linked[i] if i < len(linked) else None
+        spec.entries.append(_entry(sizes, saved, names[i], (i,), link))
     if values is not None:
         spec.values = {}
         for key, value in values.items():
