@@ -68,6 +68,7 @@ class _Scheduler:
         targets: dict[FxNode, int] = {}  # node of the graph -> the last step with an effect on it
         readers: dict[Any, list[int]] = defaultdict(list)
         writer: dict[Any, int] = {}
+        checks: list[int] = []  # since the last accumulation, and that
         segment = interval = 0
         segments: dict[int, int] = {}
         for i, node in enumerate(self.steps):
@@ -94,6 +95,12 @@ class _Scheduler:
                     self._edge(j, i)
             elif spec is not None and kind is not Kind.PURE:
                 reads[spec.index].append(i)
+            if node.target is steps.accumulate:  # may change a `.grad` that was saved
+                for j in checks:
+                    self._edge(j, i)
+                checks = [i]
+            if kind is Kind.SAVED:
+                checks.append(i)
             if kind is Kind.VISIBLE:
                 for n in node.all_input_nodes:
                     if n.op == "placeholder":
