@@ -37,6 +37,7 @@ from .saved import (
     pop_hooks,
     push_hooks,
     saved_tensors_hooks,
+    traceable,
 )
 
 __version__ = "0.1.0"
@@ -75,4 +76,5 @@ __all__ = [
     "record",
     "recording",
     "saved_tensors_hooks",
+    "traceable",
 ]

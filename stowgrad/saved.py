@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -188,6 +188,21 @@ def prefetch_of(unpack: Unpack) -> Callable[[Any], object] | None:
     if found is None:
         found = getattr(getattr(unpack, "__self__", None), "prefetch", None)
     return found if callable(found) else None
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def traceable(unpack: _F) -> _F:
+    """Decorator: `unpack` is plain tensor code, which a captured backward may take apart.
+
+    In a program (`compiled_backward`), its ops then stand in place of a call: they are scheduled and
+    compiled with the rest. It is run on fake tensors, once, so it may depend on nothing but the
+    packed value (a tensor, or a nest of containers with tensors and plain values), have no side
+    effect, and must be the same function object each time; a method of a policy will do.
+    """
+    unpack.traceable = True  # type: ignore[attr-defined]
+    return unpack
 
 
 def _told(pack: Pack, info: SavedInfo, tensor: Tensor) -> Any:
@@ -365,11 +380,25 @@ class SavedTensor:
             attach(plain, edge.settled())
         return plain
 
-    def _call_unpack(self, packed: _Packed) -> Tensor:
+    def packed_value(self) -> Any:
+        """What the pack hook returned. Raises as `unpack` does, which would be called with it."""
+        packed = self._packed
+        if packed is None:
+            raise self._released()
+        self._check_packed(packed)
+        return packed.value
+
+    def _check_packed(self, packed: _Packed) -> tuple[int, bool]:
+        """The version that the packed tensor has now, and whether it is another one. Raises
+        SavedTensorChanged if so and the packed value lives in its memory."""
         version = packed.probe._version if packed.probe is not None else packed.version
         changed = version != packed.version
         if changed and packed.aliased:
             raise self.changed(version, packed)
+        return version, changed
+
+    def _call_unpack(self, packed: _Packed) -> Tensor:
+        version, changed = self._check_packed(packed)
         handed = packed.handed
         written = handed.probe._version if handed is not None else 0
         with torch.no_grad():

@@ -22,6 +22,7 @@ import torch
 import torch.fx
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import _private, engine
 from ..graph import AccumulateNode, Edge, Node, NodeHooks, locate, seam
@@ -51,7 +52,9 @@ class Look:
 @dataclass
 class Entry:
     """One saved entry of a node. `kind`: "raw" (a tensor as it is), "plain" (a SavedTensor without
-    hooks), "packed" (one with), "value" (anything else), "list" (several of these)."""
+    hooks), "packed" (one with), "traced" (one whose unpack hook is traced: `value` is the hook and
+    the structure of what it takes, `parts` the tensors in that), "value" (anything else), "list"
+    (several of these)."""
 
     kind: str
     name: str
@@ -436,11 +439,35 @@ def _read(tracer: Tracer, spec: Spec, entry: Entry) -> Tensor:
             kind = ("saved", spec.index, entry.slot)
             entry.placeholder = tracer.placeholder(name, kind, None)
         owner = tracer.node(spec) if tracer.create_graph else None
-        target = steps.unpack if entry.kind == "packed" else steps.read
+        if entry.kind == "traced" and owner is None:
+            return _traced_unpack(tracer, entry)
+        target = steps.read if entry.kind == "plain" else steps.unpack
         step = tracer.call(target, (entry.placeholder, owner))
     value = tracer.like(entry.look, entry.strides)
     tracer.bind(step, value)
     step.meta["entry"] = entry
+    return value
+
+
+def _traced_unpack(tracer: Tracer, entry: Entry) -> Tensor:
+    """The ops of an unpack hook that is plain tensor code."""
+    unpack, (others, structure) = entry.value
+    fakes = []
+    for i, part in enumerate(entry.parts):
+        assert part.look is not None
+        fakes.append(tracer.like(part.look, part.strides))
+        step = tracer.call(steps.packed, (entry.placeholder, i))
+        tracer.bind(step, fakes[-1])
+        step.meta["entry"] = entry
+    left = iter(fakes)
+    leaves = [next(left) if x is None else x[0] for x in others]
+    value = unpack(tree_unflatten(leaves, structure))
+    look = entry.look
+    assert look is not None
+    if not isinstance(value, Tensor) or value.dtype != look.dtype:
+        raise Uncapturable("its unpack hook returned something else than was packed")
+    if value.shape != tracer.sizes.shape(look.shape):
+        raise Uncapturable("its unpack hook returned another shape than was packed")
     return value
 
 
@@ -642,6 +669,13 @@ def _check_tensor(tensor: Tensor) -> None:
         raise Uncapturable(f"a tensor of class {type(tensor).__name__} or layout {tensor.layout}")
 
 
+def packed_leaves(value: Any) -> tuple[list[Tensor], list[Any], Any]:
+    """The tensors in a packed value; the other leaves, None where a tensor is; the structure."""
+    leaves, spec = tree_flatten(value)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    return tensors, [None if isinstance(x, Tensor) else (x,) for x in leaves], spec
+
+
 def _entry(
     sizes: Sizes, saved: Any, name: str, slot: tuple[int, ...], link: Link | None = None
 ) -> Entry:
@@ -660,6 +694,14 @@ def _entry(
             return Entry("plain", name, look, slot=slot, strides=_strides(sizes, data))
         if packed is None:
             raise Uncapturable("its graph was freed")
+        if getattr(packed.pair.unpack, "traceable", False):
+            leaves, *structure = packed_leaves(packed.value)
+            if all(_private.has_plain_storage(t) for t in leaves):
+                parts = [
+                    Entry("raw", name, _look(sizes, t), strides=_strides(sizes, t)) for t in leaves
+                ]
+                value = (packed.pair.unpack, structure)
+                return Entry("traced", name, _look(sizes, packed.info), value, parts, slot=slot)
         ahead = prefetch_of(packed.pair.unpack) is not None
         return Entry("packed", name, _look(sizes, packed.info), slot=slot, prefetch=ahead)
     if isinstance(saved, list):

@@ -42,6 +42,7 @@ _KINDS: dict[Any, Kind] = {
     steps.add: Kind.PURE,
     steps.check: Kind.SAVED,
     steps.read: Kind.SAVED,
+    steps.packed: Kind.SAVED,
     steps.release: Kind.VISIBLE,
     steps.accumulate: Kind.VISIBLE,
     steps.retain_grad: Kind.VISIBLE,

@@ -31,7 +31,7 @@ Backend = str | Callable[..., Any]
 
 MIN_OPS = 2  # fewer are not worth a call into compiled code
 
-_FIRST = frozenset([steps.check, steps.read, steps.release])
+_FIRST = frozenset([steps.check, steps.read, steps.packed, steps.release])
 _LAST = frozenset([steps.accumulate, steps.retain_grad])
 _PLAIN = frozenset([Tensor, torch.nn.Parameter])
 # Random draws of compiled code are others than ATen's; the rest has no shape before it has run.

@@ -15,7 +15,7 @@ from typing import Any
 from .. import _private
 from ..graph import AccumulateNode
 from ..saved import SavedTensor
-from .capture import Captured, Entry, Look, Spec, has_sizes, hook_kinds
+from .capture import Captured, Entry, Look, Spec, has_sizes, hook_kinds, packed_leaves
 
 
 class Matcher:
@@ -31,6 +31,7 @@ class Matcher:
             "hook_kinds": hook_kinds,
             "native_hooks": _private.native_hooks,
             "flat": _flat,
+            "packed_leaves": packed_leaves,
         }
         self._bound: set[str] = set()  # sizes that have their value
         self._shapes: dict[tuple[Any, ...], str] = {}
@@ -214,7 +215,7 @@ class Matcher:
                 self._strides(name, entry, what)
             else:
                 assert entry.look is not None
-                packed = entry.kind == "packed"
+                packed = entry.kind != "plain"
                 self._fail(f"type({name}) is not SavedTensor", what)
                 self._line(f"d = {name}._packed")
                 if packed:
@@ -224,7 +225,21 @@ class Matcher:
                     self._fail("d is not None", f"{what} has hooks now")
                     self._line(f"d = {name}._data")
                 self._look("d", entry.look, what)
-                self._strides("d", entry, what)
+                if entry.kind == "traced":
+                    self._traced(name, entry, what)
+                else:
+                    self._strides("d", entry, what)
+
+    def _traced(self, name: str, entry: Entry, what: str) -> None:
+        """What was packed must be as it was, and be unpacked by the same function."""
+        unpack, structure = entry.value
+        self._line(f"d = {name}._packed")
+        self._fail(f"d.pair.unpack != {self._constant(unpack)}", f"{what} has other hooks")
+        self._line("q, *z = packed_leaves(d.value)")
+        self._fail(f"z != {self._constant(structure)}", f"{what} was packed differently")
+        for i, part in enumerate(entry.parts):
+            assert part.look is not None
+            self._look(f"q[{i}]", part.look, f"{what} as it was packed")
 
     def _strides(self, text: str, entry: Entry, what: str) -> None:
         """Where a tensor has gaps or overlaps, ops may have looked at its strides."""

@@ -330,7 +330,7 @@ class _Model:
         if value is None:  # what it gives is known by what is taken from it
             value = [u.meta.get("val") for u in node.users if u.target is item]
         fakes = list(tensors(value))
-        if target in (steps.check, steps.read, steps.unpack):
+        if target in (steps.check, steps.read, steps.packed, steps.unpack):
             self._same(fakes, self._saved(i, node))
         elif target is getattr(steps, "fetch", None):
             self._fetch(i, node)

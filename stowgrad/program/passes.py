@@ -80,7 +80,7 @@ def latest_unpack(captured: Captured) -> None:
             for root in effects.groups(node):
                 limit = min(limit, (writes.get(root, end), 0))
             spec = node.meta.get("spec")
-            if node.target is steps.read and spec is not None:
+            if node.target in (steps.read, steps.packed) and spec is not None:
                 limit = min(limit, (released.get(spec.index, end), 0))
             keys[node] = _before(limit, i)
         if kind is Kind.USER or kind is Kind.VISIBLE:

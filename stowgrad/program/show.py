@@ -219,7 +219,7 @@ class _Text:
         looks = self._looks(node.meta.get("val"))
         if target is steps.check:
             return f"check that {name} was not changed", looks
-        if target in (steps.read, steps.unpack):
+        if target in (steps.read, steps.packed, steps.unpack):
             return f"{name} = {target.__name__} {self._arg(args[0])}", looks
         if target is _FETCH:
             return f"start to fetch {self._arg(args[0])}", ""

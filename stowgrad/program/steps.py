@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from .. import _private, engine, graph
 from ..errors import GradientError
@@ -40,6 +41,11 @@ def unpack(saved: SavedTensor, node: Node | None) -> Tensor:
 def fetch(saved: SavedTensor) -> None:
     """Start to fetch what the unpack hook will be asked for soon; see `saved.prefetch_of`."""
     saved.prefetch()
+
+
+def packed(saved: SavedTensor, index: int) -> Tensor:
+    """Tensor `index` in what a pack hook returned, whose unpack hook is part of the program."""
+    return [t for t in tree_leaves(saved.packed_value()) if isinstance(t, Tensor)][index]
 
 
 def release(node: Node) -> None:
@@ -133,6 +139,6 @@ def _at(node: Node) -> None:
 
 
 STEPS = frozenset([
-    check, read, unpack, fetch, release, tensor_hooks, leaf_hooks, retain_grad, pre_hooks,
+    check, read, packed, unpack, fetch, release, tensor_hooks, leaf_hooks, retain_grad, pre_hooks,
     post_hooks, call_node, add, accumulate, post_accumulate_hooks,
 ])  # fmt: skip

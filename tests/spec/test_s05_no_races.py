@@ -118,7 +118,7 @@ def test_s05_one_hooked_graph_run_by_many_threads(run: Any) -> None:
     assert_close([p.grad for p in params], want)
 
 
-@columns(eager, program)
+@columns(eager, raced_program)
 def test_s05_a_graph_that_another_thread_frees_gives_right_gradients_or_an_error(run: Any) -> None:
     """All start at once without retain_graph: whoever is late is told so; none adds a part."""
     for _ in range(10):
