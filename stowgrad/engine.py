@@ -40,6 +40,7 @@ class Task:
     captured: Collection[Node] = ()  # gradients are captured there
     needed: set[Node] | None = None  # None: all nodes
     node: Node | None = None
+    surprised = False  # a step of a program found something else than it was made for
     root: Node | None = None  # where it starts, if that is one place
 
     def __init__(self, create_graph: bool, keep_graph: bool, roots: list[Node]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .. import _private, engine
 from ..graph import AccumulateNode, Edge, Node, NodeHooks, locate, seam
 from ..rules.table import VERSION_BITS, RuleNode
 from ..saved import SavedTensor, hooks, prefetch_of
-from . import steps
+from . import learned, steps
 from .storages import Storages, note
 
 MOST_NODES = 20_000  # more are run node by node: the code for them would take longer to make
@@ -88,7 +88,8 @@ class Spec:
     outputs: int
     links: list[Link | None]
     where: str
-    op: str
+    op: str  # for people
+    name: str  # of the node
     entries: list[Entry] = field(default_factory=list)
     values: dict[str, Any] | None = None
     metas: list[Look | None] | None = None
@@ -118,6 +119,7 @@ class Captured:
     stream: list[int]
     structure: list[Any]
     sizes: Sizes
+    unlearned: list[tuple[type, str, Any, list[bool]]]
     storages: Storages  # which saved tensors share memory, as at capture
 
 
@@ -192,6 +194,8 @@ class Tracer(TorchDispatchMode):
         self.made: list[torch.fx.Node] = []  # the steps
         self.notes: list[str] = []
         self.create_graph = False
+        # opaque nodes of which it is not known what they give: class, name, needs, and needed edges
+        self.unlearned: list[tuple[type, str, Any, list[bool]]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -474,17 +478,29 @@ def _traced_unpack(tracer: Tracer, entry: Entry) -> Tensor:
 def _call_node(tracer: Tracer, spec: Spec, grads: list[Any], needs: Any) -> list[Any]:
     tracer.spec = spec
     given = [tracer.arg(g) for g in grads]
+    device = next((g.device for g in grads if g is not None), None)
+    certain = not any(id(g) in tracer.unknown for g in grads)
     grads.clear()
     wanted = None if needs is None else list(needs)
-    step = tracer.call(steps.call_node, (tracer.node(spec), given, wanted))
+    sure = learned.gives(spec.cls, spec.name, wanted) if certain else None
+    needed = [k is not None and (wanted is None or wanted[i]) for i, k in enumerate(spec.links)]
+    if sure is None or len(sure) != len(needed):
+        if certain:
+            tracer.unlearned.append((spec.cls, spec.name, wanted, needed))
+        sure = [False] * len(needed)
+    sure = [a and b for a, b in zip(sure, needed, strict=True)]
+    assumed = sure if any(sure) else None
+    step = tracer.call(steps.call_node, (tracer.node(spec), given, wanted, assumed))
     results: list[Any] = []
     for i, link in enumerate(spec.links):
-        if link is None or (wanted is not None and not wanted[i]):
+        if link is None or not needed[i]:
             results.append(None)
             continue
-        value = tracer.like(link.look)
+        look = link.look if device is None else replace(link.look, device=device)
+        value = tracer.like(look)
         tracer.bind(tracer.call(item, (step, i)), value)
-        tracer.unknown.add(id(value))
+        if not sure[i]:
+            tracer.unknown.add(id(value))
         results.append(value)
     tracer.spec = None
     return results
@@ -719,6 +735,7 @@ def _spec(sizes: Sizes, index: int, node: Any, numbers: dict[Node, int]) -> Spec
     ]
     spec = Spec(
         index, "opaque", type(node), None, node.outputs, links, locate(node.where), node.name(),
+        node.name(),
         hooks=hook_kinds(node), seq=node.seq,
     )  # fmt: skip
     if type(node) is AccumulateNode:
@@ -863,5 +880,5 @@ def capture(
         tracer.graph, specs, looks,
         None if inputs is None else [(numbers[e.node], e.index) for e in inputs],
         sizes.values, sizes.guards(), tracer.notes, create_graph, accumulate,
-        tracer.constants, sizes.stream, structure, sizes, note(order, specs),
+        tracer.constants, sizes.stream, structure, sizes, tracer.unlearned, note(order, specs),
     )  # fmt: skip

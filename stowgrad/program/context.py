@@ -76,6 +76,10 @@ class compiled_backward(ContextDecorator):
             for program in programs:
                 found = program.match(roots, targets, keep_graph)
                 if isinstance(found, list):
+                    if program.stale:
+                        programs = program_cache.remove(key, program)
+                        reason = "what its opaque nodes give is known now"
+                        break
                     program_cache.hit(key, program)
                     return program.run(found, roots, keep_graph, targets)
                 reason = program.reason(found)

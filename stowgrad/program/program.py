@@ -17,6 +17,7 @@ from ..saved import SavedTensor
 from . import steps
 from .capture import Captured, Spec, capture, hook_kinds
 from .emit import Changed, Emitter
+from .learned import gives
 from .match import Matcher
 
 Roots = Sequence[tuple[Edge, Tensor]]
@@ -38,6 +39,7 @@ class Program:
         self.match = self._matcher.match
         self._run = self._emitter.run
         self.runs = 0
+        self.stale = False  # a better one can be captured now
 
     def _finish(self) -> None:
         """What can be said only of the whole: which nodes give up what they saved at once."""
@@ -107,7 +109,18 @@ class Program:
             finally:
                 seam.hooked = outer
             task.run_callbacks()
+        self.stale |= task.surprised
+        if self.captured.unlearned:
+            self._see_what_is_known()
         return list(found)
+
+    def _see_what_is_known(self) -> None:
+        """Whether what nodes gave that could not be traced makes more of the program traceable."""
+        for cls, name, needs, needed in self.captured.unlearned:
+            sure = gives(cls, name, needs)
+            if sure is not None and any(a and b for a, b in zip(sure, needed, strict=True)):
+                self.stale = True
+        self.captured.unlearned = []
 
     def _check_hooked(self, hooked: list[Node], roots: Roots) -> None:
         """A hook that is registered in the midst of a program, on what is still to run, is missed:

@@ -18,6 +18,7 @@ from .. import _private, engine, graph
 from ..errors import GradientError
 from ..graph import AccumulateNode, Node
 from ..saved import SavedTensor
+from . import learned
 
 Grads = list[Tensor | None]
 
@@ -89,19 +90,31 @@ def post_hooks(node: Node, results: Sequence[Tensor | None], grads: Sequence[Ten
     return engine.after(node, node.hooks, results, list(grads))
 
 
-def call_node(node: Node, box: Grads, needs: Sequence[bool] | None) -> Sequence[Tensor | None]:
+def call_node(
+    node: Node, box: Grads, needs: Sequence[bool] | None, assumed: Sequence[bool] | None
+) -> Sequence[Tensor | None]:
     """A node that cannot be traced (a custom Function, an op that falls back), run as it is. Its
-    gradients come in the shape and dtype that its inputs have."""
+    gradients come in the shape and dtype that its inputs have. `assumed`: for which of them the
+    program takes it for granted that they are there, and dense; see learned.py."""
+    like = next((g for g in box if g is not None), None) if assumed is not None else None
+    whole = all(g is not None for g in box)
     _at(node)
     results = node.apply(box, needs)
     if len(results) != len(node.edges):
         raise GradientError(
             f"{node.name()} returned {len(results)} gradients for its {len(node.edges)} inputs"
         )
-    return [
+    fitted = [
         g if g is None or e is None else engine.fit(g, e, node, i)
         for i, (g, e) in enumerate(zip(results, node.edges, strict=True))
     ]
+    if whole:
+        learned.note(node, needs, fitted)
+    if assumed is not None and learned.filled(node, fitted, assumed, like):
+        task = engine.current_task()
+        if task is not None:
+            task.surprised = True
+    return fitted
 
 
 def add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
