@@ -196,7 +196,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def traceable(unpack: _F) -> _F:
     """Decorator: `unpack` is plain tensor code, which a captured backward may take apart.
 
-    In a program (`compiled_backward`), its ops then stand in place of a call: they are scheduled and
+    In a program (`compiled_backward`), its ops stand in place of a call: they are scheduled and
     compiled with the rest. It is run on fake tensors, once, so it may depend on nothing but the
     packed value (a tensor, or a nest of containers with tensors and plain values), have no side
     effect, and must be the same function object each time; a method of a policy will do.

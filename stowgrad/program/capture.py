@@ -201,6 +201,10 @@ class Tracer(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.spec is None and func is _ADD and (dense := _dense_of(args)) is not None:
+            out = torch.empty_like(dense)
+            self.record(steps.add, args, {}, out)
+            return out
         out = func(*args, **kwargs)
         if not isinstance(out, (Tensor, list, tuple)):
             return out
@@ -311,6 +315,12 @@ class Tracer(TorchDispatchMode):
 
 _ADD = torch.ops.aten.add.Tensor
 _LIFTS = frozenset([torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default])
+
+
+def _dense_of(args: Sequence[Any]) -> Tensor | None:
+    """The dense one of two gradients, where the other is sparse: fake tensors cannot add these."""
+    dense = [a for a in args if a.layout is torch.strided]
+    return dense[0] if len(dense) == 1 else None
 
 
 def item(values: Any, index: int) -> Any:
@@ -642,7 +652,7 @@ def _look(sizes: Sizes, tensor: Any, with_device: bool = True) -> Look:
 
 
 def _look_of_leaf(like: Any, device: torch.device | None) -> Look:
-    """What a leaf, or a gradient of it, looks like: in numbers, for the sizes of parameters stay."""
+    """What a leaf, or a gradient of it, looks like: in numbers, since parameters keep theirs."""
     return Look(tuple(like.shape), like.dtype, device)
 
 

@@ -3,8 +3,8 @@
 Nothing is known of that before it has run once, so a first program runs everything below such a
 node as it is, too. What it gave then is noted here; the program is captured again, and this time
 takes for granted that a dense gradient comes where one has come each time. Should none come after
-all, zeros stand in for it (the same gradient, though a leaf's `.grad` may be zeros for None), with a
-warning, and it is not relied on again.
+all, zeros stand in for it (the same gradient, though a leaf's `.grad` may be zeros in place of
+None), with a warning, and it is not relied on again.
 """
 
 from __future__ import annotations
