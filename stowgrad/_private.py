@@ -514,6 +514,18 @@ def new_size(shape_env: Any, name: str, value: int) -> Any:
     return shape_env.create_symintnode(symbol, hint=value, source=source)
 
 
+def new_number(shape_env: Any, name: str, value: float) -> Any:
+    """A new symbolic number that is no size."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    source = ConstantSource(name)
+    symbol = shape_env.create_unspecified_symbol(
+        value, source=source, dynamic_dim=DimDynamic.DYNAMIC
+    )
+    return shape_env.create_symfloatnode(symbol, hint=value, source=source)
+
+
 def _python_code(expr: Any, symbols: dict[str, Any]) -> tuple[str, list[str]]:
     """`expr` as Python code over the names of `symbols`, and which of them are in it."""
     import sympy  # type: ignore[import-untyped]
@@ -527,6 +539,13 @@ def _python_code(expr: Any, symbols: dict[str, Any]) -> tuple[str, list[str]]:
 
 def size_code(value: Any, symbols: dict[str, Any]) -> tuple[str, list[str]]:
     return _python_code(value.node.expr, symbols)
+
+
+def of_unknown_size(tensor: Tensor) -> bool:
+    """Whether a fake tensor has a size that only the data tell."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return any(type(n) is torch.SymInt and free_unbacked_symbols(n) for n in tensor.shape)
 
 
 def guards_of(shape_env: Any, symbols: dict[str, Any]) -> list[str]:

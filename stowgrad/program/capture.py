@@ -135,7 +135,7 @@ class Sizes:
     def __init__(self, streams: Sequence[list[int]], features: frozenset[int]) -> None:
         self.env = _private.new_shape_env()
         self._features = features
-        self.values: dict[str, int] = {}
+        self.values: dict[str, Any] = {}
         self.symbols: dict[str, Any] = {}  # their SymInts
         self.stream: list[int] = []
         self._streams = streams
@@ -155,6 +155,15 @@ class Sizes:
             name = self._names[key] = f"s{len(self._names)}"
             self.values[name] = value
             self.symbols[name] = _private.new_size(self.env, name, value)
+        return name
+
+    def number(self, value: float) -> Size:
+        """The name of a number that need be no size, and was another one before."""
+        if type(value) is int:
+            return self.name(value)
+        name = f"f{len(self.values)}"
+        self.values[name] = value
+        self.symbols[name] = _private.new_number(self.env, name, value)
         return name
 
     def names(self, shape: Sequence[int], features: bool = True) -> tuple[Size, ...]:
@@ -369,6 +378,8 @@ def _traced_class(cls: type) -> type:
                 for g in results:
                     if g is not None:
                         tracer.value(g)
+                        if _private.of_unknown_size(g):
+                            raise Uncapturable("the shape of a gradient depends on data")
             except Exception as error:
                 tracer.undo(mark)
                 del tracer.notes[notes:]
@@ -632,7 +643,7 @@ def _named(sizes: Sizes, value: Any) -> Any:
 def has_sizes(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(has_sizes(v) for v in value)
-    return isinstance(value, str) and value[:1] == "s" and value[1:].isdigit()
+    return isinstance(value, str) and value[:1] in "sf" and value[1:].isdigit()
 
 
 def _symbolic(sizes: Sizes, value: Any, like: Any) -> Any:
@@ -641,7 +652,7 @@ def _symbolic(sizes: Sizes, value: Any, like: Any) -> Any:
         if isinstance(like, list):
             return items
         return torch.Size(items) if isinstance(like, torch.Size) else tuple(items)
-    return sizes.symbolic(value) if type(like) is int else value
+    return sizes.symbolic(value) if type(like) in (int, float) else value
 
 
 def _look(sizes: Sizes, tensor: Any, with_device: bool = True) -> Look:
@@ -738,7 +749,10 @@ def _entry(
     return Entry("value", name, value=saved, slot=slot)
 
 
-def _spec(sizes: Sizes, index: int, node: Any, numbers: dict[Node, int]) -> Spec:
+def _spec(
+    sizes: Sizes, index: int, node: Any, numbers: dict[Node, int], earlier: list[Spec]
+) -> Spec:
+    """What a program depends on of `node`. `earlier`: the same of it in graphs of that structure."""
     links = [
         None if e is None else Link(numbers[e.node], e.index, _edge_look(sizes, e))
         for e in node.edges
@@ -768,7 +782,10 @@ def _spec(sizes: Sizes, index: int, node: Any, numbers: dict[Node, int]) -> Spec
     spec.kind, spec.plan = "rule", node.plan
     for i, saved in enumerate(node.saved):
         link = linked[i] if i < len(linked) else None
-        spec.entries.append(_entry(sizes, saved, names[i], (i,), link))
+        entry = _entry(sizes, saved, names[i], (i,), link)
+        if any(_differs(s.entries[i].value, saved) for s in earlier if i < len(s.entries)):
+            entry.value = sizes.number(saved)
+        spec.entries.append(entry)
     if values is not None:
         spec.values = {}
         for key, value in values.items():
@@ -778,12 +795,21 @@ def _spec(sizes: Sizes, index: int, node: Any, numbers: dict[Node, int]) -> Spec
                 or not isinstance(node, RuleNode)
             )
             named = _named(sizes, value) if sized else value
+            if not sized and any(_differs((s.values or {}).get(key), value) for s in earlier):
+                named = sizes.number(value)
             spec.values[key] = named if has_sizes(named) else value
     metas = getattr(node, "metas", None)
     if metas is not None:
         spec.metas = [None if m is None else Look(sizes.names(m[0]), m[1], m[2]) for m in metas]
     spec.edge_counts = getattr(node, "edge_counts", None)
     return spec
+
+
+def _differs(before: Any, value: Any) -> bool:
+    """Whether an argument that is a number was another one in an earlier graph, or no fixed one."""
+    if type(value) not in (int, float):
+        return False
+    return has_sizes(before) or (type(before) is type(value) and before != value)
 
 
 def _copy(tracer: Tracer, spec: Spec, node: Any) -> Node:
@@ -801,7 +827,7 @@ def _copy(tracer: Tracer, spec: Spec, node: Any) -> Node:
             for slot in getattr(base, "__slots__", ()):
                 if slot not in ("__weakref__", "__dict__") and hasattr(node, slot):
                     setattr(made, slot, getattr(node, slot))
-        made.saved = [_handed(e) for e in spec.entries]
+        made.saved = [_handed(e, tracer.sizes) for e in spec.entries]
         if spec.values is not None:
             made.values = {
                 k: _symbolic(tracer.sizes, v, node.values[k]) if v is not node.values[k] else v
@@ -818,10 +844,10 @@ def _copy(tracer: Tracer, spec: Spec, node: Any) -> Node:
     return made
 
 
-def _handed(entry: Entry) -> Any:
+def _handed(entry: Entry, sizes: Sizes) -> Any:
     if entry.kind == "value":
-        return entry.value
-    return [_handed(e) for e in entry.parts] if entry.kind == "list" else entry
+        return sizes.symbolic(entry.value) if has_sizes(entry.value) else entry.value
+    return [_handed(e, sizes) for e in entry.parts] if entry.kind == "list" else entry
 
 
 def capture(
@@ -841,17 +867,23 @@ def capture(
         raise Uncapturable(f"it has {len(order)} nodes, and a program at most {MOST_NODES}")
     numbers = {node: i for i, node in enumerate(order)}
     structure = [
-        (getattr(n, "plan", type(n)), [e and (numbers[e.node], e.index) for e in n.edges])
+        (
+            getattr(n, "plan", type(n)),
+            [e and (numbers[e.node], e.index, len(e.shape)) for e in n.edges],
+        )
         for n in order
     ]
     leaves = [n.variable.shape for n in order if type(n) is AccumulateNode]
+    alike = [b for b in before if b.structure == structure]
     sizes = Sizes(
-        [b.stream for b in before if b.structure == structure],
+        [b.stream for b in alike],
         frozenset(size for shape in leaves for size in shape),
     )
     tracer = Tracer(sizes)
     tracer.create_graph = create_graph
-    specs = [_spec(sizes, i, node, numbers) for i, node in enumerate(order)]
+    specs = [
+        _spec(sizes, i, node, numbers, [b.specs[i] for b in alike]) for i, node in enumerate(order)
+    ]
     made = [_copy(tracer, spec, node) for spec, node in zip(specs, order, strict=True)]
     for spec, node in zip(specs, made, strict=True):
         node.edges = [
@@ -864,10 +896,13 @@ def capture(
     looks = []
     for i, (edge, grad) in enumerate(roots):
         _check_tensor(grad)
+        if grad.shape != edge.shape or grad.dtype != edge.dtype:
+            raise Uncapturable("a gradient of another shape or dtype than its output")
         look = _look(sizes, grad)
         fake = tracer.like(look)
         tracer.placeholder(f"grad_{i}", ("grad", i), fake)
-        shape = sizes.shape(sizes.names(edge.shape))
+        # the matcher sees to it that an output has the shape and dtype of its gradient
+        shape = sizes.shape(look.shape)
         starts.append((Edge(made[numbers[edge.node]], edge.index, shape, edge.dtype), fake))
         looks.append((numbers[edge.node], edge.index, look))
     targets = None
@@ -881,6 +916,10 @@ def capture(
     try:
         with _private.no_transforms(), tracer.fake, tracer:
             found = engine.run(starts, False, create_graph, targets, accumulate, in_place=False)
+    except Uncapturable:
+        raise
+    except Exception as error:  # of fake tensors; where it is the user's, the engine gives it too
+        raise Uncapturable(f"its capture failed: {_brief(error)}") from error
     finally:
         seam.user = user
         hooks.ignored = ignored

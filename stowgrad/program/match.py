@@ -107,6 +107,8 @@ class Matcher:
         for i, (number, index, look) in enumerate(captured.roots):
             self._follow(f"r{i}", number, index, bound, todo)
             self._look(f"g{i}", look, "the gradient of an output")
+            odd = f"r{i}.shape != g{i}.shape or r{i}.dtype is not g{i}.dtype"
+            self._fail(odd, "the gradient of an output has another shape or dtype than it")
         position = 0
         while position < len(todo):
             self._node(captured.specs[todo[position]], bound, todo)
@@ -164,8 +166,10 @@ class Matcher:
         if spec.kind == "rule":
             if spec.entries:
                 self._saved(spec.entries, f"{n}.saved", n)
-            if spec.values is not None:
+            if spec.values:
                 self._values(spec.values, n)
+            else:  # None, or empty: an argument that is given is another program
+                self._fail(f"{n}.values", "other arguments")
             if spec.edge_counts is not None:
                 counts = self._constant(spec.edge_counts)
                 self._fail(f"{n}.edge_counts != {counts}", "other numbers of tensors in a list")
@@ -204,6 +208,8 @@ class Matcher:
             if entry.kind == "list":
                 self._fail(f"type({name}) is not list", what)
                 self._saved(entry.parts, name, n)
+            elif entry.kind == "value" and has_sizes(entry.value):
+                self._number(entry.value, name, what)
             elif entry.kind == "value":
                 value = self._constant(entry.value)
                 self._fail(f"type({name}) is not type({value}) or {name} != {value}", what)
@@ -262,9 +268,18 @@ class Matcher:
                 else:
                     self._fail(f"v[{key!r}] == v[{key!r}]", what)
             elif isinstance(value, str):
-                self._shape(f"(v[{key!r}],)", (value,), what)
+                self._number(value, f"v[{key!r}]", what)
             else:
                 self._shape(f"flat(v[{key!r}])", _flat(value), what)
+
+    def _number(self, name: str, text: str, what: str) -> None:
+        """An argument that the program takes as it comes: a size, or any number."""
+        if name[0] == "s":
+            self._fail(f"type({text}) is not int", what)
+            self._shape(f"({text},)", (name,), what)
+            return
+        self._line(f"{name} = {text}")
+        self._fail(f"type({name}) is not float", what)
 
     def _order(self, reached: list[int]) -> None:
         """Nodes run in the order in which they were recorded, the last first."""
