@@ -42,6 +42,7 @@ from torch._dynamo.utils import counters
 from workloads import chain, chain_loss, convnet, gpt, with_files
 
 import stowgrad as sg
+from stowgrad.autograd import roots_of
 
 Samples = Iterator[Sample]
 
@@ -120,6 +121,37 @@ def beside(direct: float, inductor: float | None = None) -> list[Ratio]:
 def chain_backward(options: Options) -> Samples:
     with one_thread():
         yield from backwards(chain_loss(), options.samples or 301, repeat=4)
+
+
+@bench("chain of 50 multiplications by a constant, backward only", *beside(0.60), unit="s")
+def constant_chain_backward(options: Options) -> Samples:
+    with one_thread():
+        yield from backwards(chain_loss(constant=True), options.samples or 301, repeat=4)
+
+
+@bench(
+    "look-up of a program, for each node",
+    Ratio("chain", "a microsecond", 1.5),
+    Ratio("GPT", "a microsecond", 1.5),
+    unit="s",
+)
+def look_up(options: Options) -> Samples:
+    losses = {"chain": chain_loss(), "GPT": gpt(options).fresh_loss}
+    with sg.record():
+        found = {}
+        for name, loss in losses.items():
+            out = loss()
+            roots = roots_of([out], [torch.ones_like(out)])
+            found[name] = roots, sg.capture(out)
+        for _ in range(options.samples or 101):
+            sample = {"a microsecond": 1e-6}
+            for name, (roots, program) in found.items():
+                start = time.perf_counter()
+                inputs = program.match(roots, None, True)
+                taken = time.perf_counter() - start
+                assert isinstance(inputs, list)
+                sample[name] = taken / len(program.captured.specs)
+            yield sample
 
 
 @bench("GPT, backward only", *beside(1.00, 0.95), unit="s")
@@ -202,6 +234,8 @@ def in_unit(value: float, unit: str) -> str:
         return f"{value / 2**20:.2f} MiB"
     if not unit:
         return f"{value:.0f}"
+    if value < 1e-4:
+        return f"{value * 1e6:.2f} us"
     return f"{value * 1e3:.2f} ms" if value < 10 else f"{value:.1f} s"
 
 

@@ -23,15 +23,17 @@ import train_gpt
 Loss = Callable[[], Tensor]
 
 
-def chain_loss(length: int = 50, elements: int = 4) -> Loss:
-    """`length` multiplications of `elements` elements, without a gradient from before."""
+def chain_loss(length: int = 50, elements: int = 4, constant: bool = False) -> Loss:
+    """`length` multiplications of `elements` elements, without a gradient from before: by the leaf
+    itself (three kernels each in backward), or by a constant (one)."""
     x = torch.full((elements,), 1.01, requires_grad=True)
+    factor = x.detach().clone() if constant else x
 
     def loss() -> Tensor:
         x.grad = None
         y = x
         for _ in range(length):
-            y = y * x
+            y = y * factor
         return y.sum()
 
     return loss

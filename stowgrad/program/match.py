@@ -176,6 +176,8 @@ class Matcher:
             for i, meta in enumerate(spec.metas or ()):
                 if meta is not None:
                     self._shape(f"{n}.metas[{i}][0]", meta.shape, f"the shape of output {i}")
+                    kind = f"({self._constant(meta.dtype)}, {self._constant(meta.device)})"
+                    self._fail(f"{n}.metas[{i}][1:] != {kind}", f"the dtype of output {i}")
 
     def _hooks(self, spec: Spec, n: str) -> None:
         if spec.hooks:
