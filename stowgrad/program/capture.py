@@ -29,6 +29,7 @@ from ..graph import AccumulateNode, Edge, Node, NodeHooks, locate, seam
 from ..rules.table import VERSION_BITS, RuleNode
 from ..saved import SavedTensor, hooks, prefetch_of
 from . import learned, steps
+from .shapes import SHAPES
 from .storages import Storages, note
 
 MOST_NODES = 20_000  # more are run node by node: the code for them would take longer to make
@@ -214,7 +215,7 @@ class Tracer(TorchDispatchMode):
             out = torch.empty_like(dense)
             self.record(steps.add, args, {}, out)
             return out
-        out = func(*args, **kwargs)
+        out = SHAPES.get(func, func)(*args, **kwargs)
         if not isinstance(out, (Tensor, list, tuple)):
             return out
         if func in _LIFTS:  # a constant
@@ -752,7 +753,7 @@ def _entry(
 def _spec(
     sizes: Sizes, index: int, node: Any, numbers: dict[Node, int], earlier: list[Spec]
 ) -> Spec:
-    """What a program depends on of `node`. `earlier`: the same of it in graphs of that structure."""
+    """What a program depends on of `node`. `earlier`: the same in graphs of that structure."""
     links = [
         None if e is None else Link(numbers[e.node], e.index, _edge_look(sizes, e))
         for e in node.edges
