@@ -533,7 +533,10 @@ def _python_code(expr: Any, symbols: dict[str, Any]) -> tuple[str, list[str]]:
 
     named = {symint.node._expr: name for name, symint in symbols.items()}
     found = sorted({named[s] for s in expr.free_symbols})
-    code = PythonPrinter().doprint(expr.xreplace({s: sympy.Symbol(n) for s, n in named.items()}))
+    words = {s: sympy.Symbol(n) for s, n in named.items()}
+    # the printer would keep 15 digits of a float
+    words |= {f: sympy.Symbol(f"({float(f)!r})") for f in expr.atoms(sympy.Float)}
+    code = PythonPrinter().doprint(expr.xreplace(words))
     return code, found
 
 

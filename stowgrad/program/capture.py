@@ -13,6 +13,7 @@ stays so). Where a rule looks at a size, the symbolic shapes of PyTorch note a g
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -808,8 +809,8 @@ def _spec(
 
 def _differs(before: Any, value: Any) -> bool:
     """Whether an argument that is a number was another one in an earlier graph, or no fixed one."""
-    if type(value) not in (int, float):
-        return False
+    if type(value) not in (int, float) or not math.isfinite(value):
+        return False  # that an infinite one is a guard could not say
     return has_sizes(before) or (type(before) is type(value) and before != value)
 
 

@@ -75,6 +75,7 @@ SHAPES: dict[Any, Shape] = {
     aten.linalg_solve_triangular.default: lambda a, b, **kwargs: _solved(a, b),
     aten.cholesky_solve.default: lambda b, a, upper=False: _solved(a, b),
     aten.col2im.default: _from_columns,
+    aten._fft_c2c.default: _as_argument(0),
     aten._fft_c2r.default: _to_real,
     aten._fft_r2c.default: _to_complex,
 }
