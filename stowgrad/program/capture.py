@@ -111,7 +111,7 @@ class Captured:
     graph: torch.fx.Graph
     specs: list[Spec]
     roots: list[tuple[int, int, Look]]  # node, output, and the look of the gradient
-    inputs: list[tuple[int, int]] | None
+    inputs: list[tuple[int, int] | None] | None  # None in it: one that nothing leads to
     symbols: dict[str, int]  # with the values they had
     guards: list[str]  # Python expressions over the symbols
     notes: list[str]  # why some nodes are opaque
@@ -907,12 +907,14 @@ def capture(
         shape = sizes.shape(look.shape)
         starts.append((Edge(made[numbers[edge.node]], edge.index, shape, edge.dtype), fake))
         looks.append((numbers[edge.node], edge.index, look))
-    targets = None
+    targets = chosen = None
     if inputs is not None:
-        unreached = [e for e in inputs if e.node not in numbers]
-        if unreached:
-            raise Uncapturable("an input that the outputs do not depend on")
-        targets = [Edge(made[numbers[e.node]], e.index, e.shape, e.dtype) for e in inputs]
+        chosen = [(numbers[e.node], e.index) if e.node in numbers else None for e in inputs]
+        targets = [
+            Edge(made[k[0]], k[1], e.shape, e.dtype)
+            for k, e in zip(chosen, inputs, strict=True)
+            if k is not None
+        ]
     user, seam.user = seam.user, None
     ignored, hooks.ignored = hooks.ignored, True
     try:
@@ -925,11 +927,12 @@ def capture(
     finally:
         seam.user = user
         hooks.ignored = ignored
+    arrived = iter(found)
+    found = [next(arrived) if k is not None else None for k in chosen or ()]
     outputs = tuple([None if g is None else tracer.value(g) for g in found])
     tracer.graph.output(outputs)
     return Captured(
-        tracer.graph, specs, looks,
-        None if inputs is None else [(numbers[e.node], e.index) for e in inputs],
+        tracer.graph, specs, looks, chosen,
         sizes.values, sizes.guards(), tracer.notes, create_graph, accumulate,
         tracer.constants, sizes.stream, structure, sizes, tracer.unlearned, note(order, specs),
     )  # fmt: skip

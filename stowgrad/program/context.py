@@ -68,34 +68,57 @@ class compiled_backward(ContextDecorator):
             -1 if targets is None else len(targets), create_graph, accumulate, batched,
             self._options,
         )  # fmt: skip
-        reason = "the first backward of its kind"
         if torch.is_anomaly_enabled():
             program_cache.fall_back("anomaly detection is on")
-        else:
-            programs = program_cache.get(key)
-            for program in programs:
-                found = program.match(roots, targets, keep_graph)
-                if isinstance(found, list):
-                    if program.stale:
-                        programs = program_cache.remove(key, program)
-                        reason = "what its opaque nodes give is known now"
-                        break
-                    program_cache.hit(key, program)
-                    return program.run(found, roots, keep_graph, targets)
-                reason = program.reason(found)
-            made = self._make(key, programs, roots, create_graph, targets, accumulate, batched)
-            if made is not None:
-                found = made.match(roots, targets, keep_graph)
-                if isinstance(found, list):
-                    program_cache.add(key, made, reason)
-                    return made.run(found, roots, keep_graph, targets)
-                program_cache.fall_back(f"its program does not fit it: {made.reason(found)}")
+            return engine.run(roots, keep_graph, create_graph, targets, accumulate)
+        program, found, reason = self._find(key, roots, targets, keep_graph)
+        if program is not None:
+            program_cache.hit(key, program)
+            return program.run(found, roots, keep_graph, targets)
+        with program_cache.lock:
+            # another thread may have captured one like it meanwhile
+            program, found, reason = self._find(key, roots, targets, keep_graph, replace=True)
+            if program is not None:
+                program_cache.hit(key, program)
+            else:
+                program = self._make(key, roots, create_graph, targets, accumulate, batched)
+                if program is not None:
+                    found = program.match(roots, targets, keep_graph)
+                    if isinstance(found, list):
+                        program_cache.add(key, program, reason)
+                    else:
+                        why = program.reason(found)
+                        program_cache.fall_back(f"its program does not fit it: {why}")
+                        program = None
+        if program is not None:
+            return program.run(found, roots, keep_graph, targets)
         return engine.run(roots, keep_graph, create_graph, targets, accumulate)
+
+    def _find(
+        self,
+        key: Any,
+        roots: Roots,
+        targets: Sequence[Edge] | None,
+        keep_graph: bool,
+        replace: bool = False,
+    ) -> tuple[Program | None, Any, str]:
+        """The program of this backward, and its inputs; or why there is none. `replace`: drop one
+        for which there is a better one."""
+        reason = "the first backward of its kind"
+        for program in program_cache.get(key):
+            found = program.match(roots, targets, keep_graph)
+            if isinstance(found, list):
+                if not program.stale:
+                    return program, found, reason
+                if replace:
+                    program_cache.remove(key, program)
+                return None, None, "what its opaque nodes give is known now"
+            reason = program.reason(found)
+        return None, None, reason
 
     def _make(
         self,
         key: Any,
-        programs: Sequence[Program],
         roots: Roots,
         create_graph: bool,
         targets: Sequence[Edge] | None,
@@ -106,20 +129,20 @@ class compiled_backward(ContextDecorator):
         if times >= 8:
             program_cache.fall_back(why)
             return None
+        programs = program_cache.get(key)
         if len(programs) >= program_cache.variants:
             first = describe_root(roots[0][0].node)
             program_cache.fall_back(f"more than {program_cache.variants} programs for {first}")
             return None
-        with program_cache.lock:
-            try:
-                return make(
-                    roots, create_graph, targets, accumulate, self.backend,
-                    [p.captured for p in programs], self.window, self.reorder, batched,
-                )  # fmt: skip
-            except Uncapturable as error:
-                program_cache.refuse(key, str(error))
-                program_cache.fall_back(str(error))
-                return None
+        try:
+            return make(
+                roots, create_graph, targets, accumulate, self.backend,
+                [p.captured for p in programs], self.window, self.reorder, batched,
+            )  # fmt: skip
+        except Uncapturable as error:
+            program_cache.refuse(key, str(error))
+            program_cache.fall_back(str(error))
+            return None
 
 
 def capture(
@@ -143,18 +166,14 @@ def capture(
         outs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         given = (grad_outputs,) if isinstance(grad_outputs, Tensor) else grad_outputs
         given = (None,) * len(outs) if given is None else tuple(given)
-        grads = [
-            torch.ones_like(o) if g is None else g for o, g in zip(outs, given, strict=True)
-        ]
+        grads = [torch.ones_like(o) if g is None else g for o, g in zip(outs, given, strict=True)]
         roots = roots_of(outs, grads)
         targets = None
         if inputs is not None:
             chosen = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
             targets = targets_of(chosen, accumulate=False)
         with below_overrides(), program_cache.lock:
-            return make(
-                roots, create_graph, targets, inputs is None, backend, (), window, reorder
-            )
+            return make(roots, create_graph, targets, inputs is None, backend, (), window, reorder)
 
 
 __all__ = ["Captured", "capture", "compiled_backward"]

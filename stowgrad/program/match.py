@@ -114,9 +114,16 @@ class Matcher:
             self._node(captured.specs[todo[position]], bound, todo)
             position += 1
         self._where = "the inputs of the backward"
-        for i, (number, index) in enumerate(captured.inputs or ()):
+        chosen = captured.inputs or []
+        if None in chosen:
+            self._line(f"reached = ({', '.join(f'n{number}' for number in todo)},)")
+        for i, target in enumerate(chosen):
             self._line(f"t = targets[{i}]")
-            self._fail(f"t.node is not n{number} or t.index != {index}", "another one")
+            if target is None:
+                self._fail("t.node in reached", "one that nothing led to before")
+            else:
+                number, index = target
+                self._fail(f"t.node is not n{number} or t.index != {index}", "another one")
         self._order(todo)
         self._where = "the sizes"
         for guard in captured.guards:

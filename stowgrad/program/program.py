@@ -15,7 +15,7 @@ from ..errors import GradientError
 from ..graph import Edge, Node, locate, seam
 from ..saved import SavedTensor
 from . import steps
-from .capture import Captured, Spec, capture, hook_kinds
+from .capture import Captured, Spec, Uncapturable, capture, hook_kinds
 from .emit import Changed, Emitter
 from .learned import gives
 from .match import Matcher
@@ -211,7 +211,13 @@ def make(
     """Capture a backward, schedule it and make its code. Raises Uncapturable."""
     # what watches the user's ops has no business here
     with backward_scope(False), _private.no_modes():
-        captured = capture(roots, create_graph, targets, accumulate, before)
+        try:
+            captured = capture(roots, create_graph, targets, accumulate, before)
+        except Uncapturable:
+            raise
+        except Exception as error:
+            # The eager engine will do it, or say what is wrong.
+            raise Uncapturable(f"its capture failed: {type(error).__name__}: {error}") from error
         direct = not create_graph and not batched
         if backend is not None and direct:
             from .lower import lower
