@@ -40,7 +40,10 @@ class Backward:
         with sg.record():
             outputs = loss()
             self.outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-            grads = [torch.linspace(0.5, 1.5, o.numel()).view(o.shape) for o in self.outputs]
+            grads = [
+                torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).view(o.shape)
+                for o in self.outputs
+            ]
             self.roots = roots_of(self.outputs, grads)
             self.targets = None if inputs is None else targets_of(inputs, accumulate=False)
 
