@@ -6,6 +6,7 @@ underscore name of PyTorch's, except `torch_api.py`, whose whole purpose is to r
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -502,6 +503,34 @@ def new_fake_mode(shape_env: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+
+class _Quiet(logging.Filter):
+    """PyTorch logs an error for an op that fails on fake tensors; a capture has a way around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()  # those that capture
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return threading.get_ident() not in self.threads
+
+
+_quiet = _Quiet()
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Within: no log of the failures of fake tensors in this thread."""
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_quiet)  # again is no matter
+    thread = threading.get_ident()
+    outer = thread in _quiet.threads
+    _quiet.threads.add(thread)
+    try:
+        yield
+    finally:
+        if not outer:
+            _quiet.threads.discard(thread)
 
 
 def new_size(shape_env: Any, name: str, value: int) -> Any:

@@ -918,7 +918,7 @@ def capture(
     user, seam.user = seam.user, None
     ignored, hooks.ignored = hooks.ignored, True
     try:
-        with _private.no_transforms(), tracer.fake, tracer:
+        with _private.no_transforms(), _private.quiet_fakes(), tracer.fake, tracer:
             found = engine.run(starts, False, create_graph, targets, accumulate, in_place=False)
     except Uncapturable:
         raise

@@ -39,6 +39,10 @@ def _pad(self: Tensor, pad: Any, mode: str = "constant", value: Any = None) -> T
     return _padded(self, pad) if mode == "constant" else aten.pad.default(self, pad, mode, value)
 
 
+def _scattered(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    return _empty(torch.broadcast_shapes(self.shape, mask.shape), self)
+
+
 def _solved(a: Tensor, b: Tensor) -> Tensor:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     return _empty([*batch, *b.shape[-2:]], b)
@@ -72,6 +76,7 @@ SHAPES: dict[Any, Shape] = {
     aten._ctc_loss_backward.Tensor: _as_argument(1),
     aten.constant_pad_nd.default: _padded,
     aten.pad.default: _pad,
+    aten.masked_scatter.default: _scattered,
     aten.linalg_solve_triangular.default: lambda a, b, **kwargs: _solved(a, b),
     aten.cholesky_solve.default: lambda b, a, upper=False: _solved(a, b),
     aten.col2im.default: _from_columns,

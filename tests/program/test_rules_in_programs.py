@@ -177,3 +177,33 @@ def test_most_programs_hold_for_other_sizes() -> None:
         both(fn, randn(5, 7))
         both(fn, randn(6, 9))
     assert sg.program_cache.hits > 0.6 * len(MATRICES), sg.program_cache.report()
+
+
+def test_shapes_of_another_rank_are_another_program() -> None:
+    def add(a: Tensor, b: Tensor) -> Tensor:
+        with sg.record():
+            (found,) = torch.autograd.grad(a + b, b, torch.ones_like(a + b.detach()))
+        return found
+
+    with sg.compiled_backward():
+        for shapes in [((5, 7), ()), ((), (5, 7)), ((5, 10, 5), (10, 5)), ((7,), (3, 5, 7))]:
+            a, b = (randn(*s).requires_grad_() for s in shapes)
+            assert torch.equal(add(a, b), torch.ones_like(a + b).sum_to_size(b.shape))
+
+
+def test_a_gradient_whose_shape_only_the_data_tell() -> None:
+    mask = torch.tensor([True, False, True, True])
+    both(lambda x: torch.zeros_like(x[0]).index_put((mask,), x[0, :3] * 2) * 3, randn(2, 4))
+    (program,) = sg.program_cache.programs
+    assert any("depends on data" in note for note in program.notes)
+
+
+def test_an_infinite_order_after_a_finite_one() -> None:
+    for order in (3.0, 1 / 3, torch.inf, -torch.inf, 2.5):
+        both(lambda x, order=order: x.norm(order) * 2, randn(4, 6))  # type: ignore[misc]
+    assert not sg.program_cache.fallbacks
+
+
+def test_what_fails_on_fake_tensors_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    both(lambda x: F.bilinear(x, x + 1, weight(2, x.shape[1], x.shape[1])), randn(4, 6))
+    assert not [r for r in caplog.records if r.name == "torch._subclasses.fake_tensor"]
