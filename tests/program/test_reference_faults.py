@@ -28,10 +28,6 @@ import stowgrad as sg
 
 Run = Callable[[], AbstractContextManager[Any]]
 
-ours = pytest.mark.skipif(
-    not hasattr(sg, "compiled_backward"), reason="backward programs are not built yet"
-)
-
 # What another version gets wrong has not been looked at.
 theirs = pytest.mark.skipif(
     torch.__version__.split(".")[:2] != ["2", "13"], reason="measured on PyTorch 2.13"
@@ -122,7 +118,6 @@ def test_pytorch_loses_the_graph_under_create_graph() -> None:
     assert create_graph(pytorch_captured) == {**RIGHT, "second": None}, "and says nothing"
 
 
-@ours
 def test_create_graph_gives_a_graph() -> None:
     assert create_graph(stowgrad_captured) == RIGHT
 
@@ -157,8 +152,6 @@ def test_pytorch_unpacks_all_first_when_the_forward_was_compiled() -> None:
     assert_close(grad, compiled_forward(pytorch_eager, lambda fn: fn)[2])
 
 
-@ours
-@pytest.mark.skipif(not hasattr(sg, "compile"), reason="a compiled forward is not built yet")
 def test_a_compiled_forward_is_unpacked_one_by_one() -> None:
     unpacks, alive, grad = compiled_forward(stowgrad_captured, sg.compile)
     assert unpacks >= 6
@@ -206,7 +199,6 @@ def test_pytorch_cannot_capture_an_opaque_hook_whole() -> None:
         opaque(lambda: pytorch_captured(compiler))
 
 
-@ours
 def test_opaque_hooks_are_steps_of_one_program() -> None:
     """It is captured once, and from then on run without a look at the hooks."""
     sg.program_cache.clear()
@@ -218,7 +210,6 @@ def test_opaque_hooks_are_steps_of_one_program() -> None:
     assert (sg.program_cache.misses, sg.program_cache.hits) == (1, 2)
 
 
-@ours
 def test_capturing_calls_no_opaque_hook() -> None:
     files = Files()
     with sg.record():
@@ -261,7 +252,6 @@ def test_pytorch_has_no_batched_gradients(scenario: Any) -> None:
         scenario(pytorch_captured)
 
 
-@ours
 @pytest.mark.parametrize("scenario", [batched, vectorized])
 def test_batched_gradients(scenario: Any) -> None:
     assert scenario(stowgrad_captured) == DIAGONAL
@@ -306,7 +296,6 @@ def test_pytorch_has_no_gradient_of_a_tangent() -> None:
         gradient_of_the_tangent(pytorch_captured)
 
 
-@ours
 @pytest.mark.xfail(raises=sg.NotDifferentiableError, reason="forward mode is not recorded yet")
 @pytest.mark.parametrize("scenario", [tangent_of_the_gradient, gradient_of_the_tangent])
 def test_forward_mode(scenario: Any) -> None:
@@ -353,7 +342,6 @@ def test_pytorch_runs_hooks_in_another_order() -> None:
     assert captured[-4:] == leaves[2:] + leaves[:2]
 
 
-@ours
 def test_hooks_run_in_the_order_of_the_eager_engine() -> None:
     # Our own one: it reads what a node saved in another order than PyTorch's.
     expected = order(sg.record)
