@@ -661,6 +661,16 @@ def inductor(
     return compiled
 
 
+def leave_to_aten(ops: Iterable[Any]) -> None:
+    """Make Inductor call these kernels where the ops come to it whole. Why: it does so by itself,
+    except that where the environment says CI it takes that for an oversight of its developers."""
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for op in ops:
+        if op not in lowerings:
+            make_fallback(op, warn=False, override_decomp=True)
+
+
 def inductor_pass(change: Callable[[torch.fx.Graph], None], key: str) -> Any:
     """A pass over the graph that Inductor makes code for. Why: its passes are known to its cache of
     compiled code by a key, which only a class of its own can give."""

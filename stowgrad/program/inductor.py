@@ -28,6 +28,7 @@ WHOLE = frozenset([aten.native_layer_norm_backward.default])
 
 @functools.cache
 def _always() -> dict[str, Any]:
+    _private.leave_to_aten(WHOLE)
     _private.define_op("column_sum", "(Tensor x, int[] dim, bool keepdim) -> Tensor", _column_sum)
     return {
         "post_grad_custom_pre_pass": _private.inductor_pass(_sums_to_aten, "stowgrad column sums 1")
