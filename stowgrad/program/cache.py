@@ -65,11 +65,10 @@ class ProgramCache:
             while len(self) > self.size and len(self._programs) > 1:
                 self._programs.popitem(last=False)
 
-    def remove(self, key: Key, program: Program) -> tuple[Program, ...]:
-        """Drop a program; the others of its kind."""
+    def remove(self, key: Key, program: Program) -> None:
+        """Drop a program."""
         with self.lock:
             self._programs[key] = tuple(p for p in self.get(key) if p is not program)
-            return self._programs[key]
 
     def fall_back(self, reason: str) -> None:
         with self.lock:

@@ -347,14 +347,6 @@ def compute(code: str, *symbols: int) -> Any:
 # -- stand-ins for nodes
 
 
-class _StandIn:
-    """What the stand-in of a node has beside what the node has."""
-
-    tracer: Tracer
-    spec: Spec
-    look_of: list[Look | None]
-
-
 _classes: dict[type, type] = {}
 
 
@@ -385,7 +377,7 @@ def _traced_class(cls: type) -> type:
             except Exception as error:
                 tracer.undo(mark)
                 del tracer.notes[notes:]
-                tracer.notes.append(f"{self.spec.op} {self.spec.where}: {_brief(error)}")
+                tracer.notes.append(f"{self.spec.op} {self.spec.where}: {brief(error)}")
                 return _call_node(tracer, self.spec, grads, needs)
             finally:
                 tracer.spec = None
@@ -398,7 +390,7 @@ def _traced_class(cls: type) -> type:
     return found
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
     text = str(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {text[:120]}"
 
@@ -920,10 +912,6 @@ def capture(
     try:
         with _private.no_transforms(), _private.quiet_fakes(), tracer.fake, tracer:
             found = engine.run(starts, False, create_graph, targets, accumulate, in_place=False)
-    except Uncapturable:
-        raise
-    except Exception as error:  # of fake tensors; where it is the user's, the engine gives it too
-        raise Uncapturable(f"its capture failed: {_brief(error)}") from error
     finally:
         seam.user = user
         hooks.ignored = ignored

@@ -16,7 +16,7 @@ from ..engine import Grads
 from ..graph import Edge
 from ..record import record
 from .cache import describe_root, program_cache
-from .capture import Captured, Uncapturable
+from .capture import Uncapturable
 from .program import Program, Roots, make
 
 Backend = str | Callable[..., Any] | None
@@ -174,6 +174,3 @@ def capture(
             targets = targets_of(chosen, accumulate=False)
         with below_overrides(), program_cache.lock:
             return make(roots, create_graph, targets, inputs is None, backend, (), window, reorder)
-
-
-__all__ = ["Captured", "capture", "compiled_backward"]

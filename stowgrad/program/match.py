@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import _private
-from ..graph import AccumulateNode
 from ..saved import SavedTensor
 from .capture import Captured, Entry, Look, Spec, has_sizes, hook_kinds, packed_leaves
 
@@ -26,7 +25,6 @@ class Matcher:
         self.reasons: list[str] = ["a node of another kind, or more or fewer of something"]
         self._lines: list[str] = []
         self._names: dict[str, Any] = {
-            "AccumulateNode": AccumulateNode,
             "SavedTensor": SavedTensor,
             "hook_kinds": hook_kinds,
             "native_hooks": _private.native_hooks,

@@ -15,10 +15,11 @@ from ..errors import GradientError
 from ..graph import Edge, Node, locate, seam
 from ..saved import SavedTensor
 from . import steps
-from .capture import Captured, Spec, Uncapturable, capture, hook_kinds
+from .capture import Captured, Spec, Uncapturable, brief, capture, hook_kinds
 from .emit import Changed, Emitter
 from .learned import gives
 from .match import Matcher
+from .passes import schedule
 
 Roots = Sequence[tuple[Edge, Tensor]]
 
@@ -217,16 +218,11 @@ def make(
             raise
         except Exception as error:
             # The eager engine will do it, or say what is wrong.
-            raise Uncapturable(f"its capture failed: {type(error).__name__}: {error}") from error
+            raise Uncapturable(f"its capture failed: {brief(error)}") from error
         direct = not create_graph and not batched
         if backend is not None and direct:
             from .lower import lower
 
             lower(captured, backend)
-        try:
-            from .passes import schedule
-        except ImportError:
-            pass
-        else:
-            schedule(captured, window=window, reorder=reorder, direct=direct)
+        schedule(captured, window=window, reorder=reorder, direct=direct)
         return Program(captured, backend)

@@ -149,9 +149,3 @@ def _at(node: Node) -> None:
     task = engine.current_task()
     if task is not None:
         task.node = node
-
-
-STEPS = frozenset([
-    check, read, packed, unpack, fetch, release, tensor_hooks, leaf_hooks, retain_grad, pre_hooks,
-    post_hooks, call_node, add, accumulate, post_accumulate_hooks,
-])  # fmt: skip
