@@ -257,16 +257,23 @@ class AccumulateNode(Node):
     def apply(
         self, grads: list[Tensor | None], needs: Sequence[bool] | None
     ) -> Sequence[Tensor | None]:
-        grad = grads[0]
+        self.add(grads)
+        self.call_post_hooks()
+        return ()
+
+    def add(self, box: list[Tensor | None]) -> None:
+        """Take the gradient out of `box`, so that nobody else holds it, and add it to `.grad`."""
+        grad = box.pop()
         if grad is not None and _private.native_requires_grad(self.variable):
-            grads.clear()
             with self._lock:  # several threads may reach one leaf at once
                 accumulate(self.variable, grad)
+
+    def call_post_hooks(self) -> None:
+        """The leaf's post-accumulate-grad hooks."""
         hooks = self.variable._post_accumulate_grad_hooks
         if hooks:
             for hook in tuple(hooks.values()):
                 call_user(hook, self.variable)
-        return ()
 
 
 class _LeafRef(weakref.ref[AccumulateNode]):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .. import _private, engine, graph
+from .. import _private, engine
 from ..errors import GradientError
 from ..graph import AccumulateNode, Node
 from ..saved import SavedTensor
@@ -129,10 +129,7 @@ def accumulate(leaf: AccumulateNode, box: Grads, hooked: bool) -> None:
     were registered since it began."""
     if not hooked and _private.native_hooks(leaf.variable):
         box = [leaf_hooks(leaf, box)]
-    grad = box.pop()
-    if grad is not None and _private.native_requires_grad(leaf.variable):
-        with leaf._lock:
-            graph.accumulate(leaf.variable, grad)
+    leaf.add(box)
     if not hooked and leaf.variable._post_accumulate_grad_hooks:
         post_accumulate_hooks(leaf)
 
@@ -140,8 +137,7 @@ def accumulate(leaf: AccumulateNode, box: Grads, hooked: bool) -> None:
 def post_accumulate_hooks(leaf: AccumulateNode) -> None:
     """The leaf's post-accumulate-grad hooks."""
     _at(leaf)
-    for hook in tuple((leaf.variable._post_accumulate_grad_hooks or {}).values()):
-        graph.call_user(hook, leaf.variable)
+    leaf.call_post_hooks()
 
 
 def _at(node: Node) -> None:
