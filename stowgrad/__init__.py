@@ -18,7 +18,7 @@ from .errors import (
     StowError,
     StowgradError,
 )
-from .memory import Recompute, Stow, ToDisk, ToHost
+from .memory import Place, Recompute, ToDisk, ToHost
 from .memory.checkpoint import checkpoint
 from .program import (
     Program,
@@ -51,12 +51,12 @@ __all__ = [
     "InPlaceError",
     "NotDifferentiableError",
     "OutsideRecordError",
+    "Place",
     "Program",
     "Recompute",
     "SavedInfo",
     "SavedTensor",
     "SavedTensorChanged",
-    "Stow",
     "StowError",
     "StowgradError",
     "ToDisk",

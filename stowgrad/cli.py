@@ -121,9 +121,7 @@ def run(
     jobs: list[Callable[[], None]] = context.obj
     arguments = list(context.args)
     jobs.append(
-        lambda: _run(
-            script, arguments, stow, stow_dir, native, meter, json_file, full_traceback
-        )
+        lambda: _run(script, arguments, stow, stow_dir, native, meter, json_file, full_traceback)
     )
 
 
@@ -192,12 +190,11 @@ def _run(
     runner.end(failure, full_traceback)
 
 
-def _stowing(
-    stack: ExitStack, place: Place, directory: Path | None
-) -> Callable[[Report], None]:
+def _stowing(stack: ExitStack, place: Place, directory: Path | None) -> Callable[[Report], None]:
     """Enter what `--stow` asks for; return what adds its figures to the report."""
     from .memory import Recompute, ToDisk, ToHost
-    from .memory.stow import Stow, leaving_modules
+    from .memory.place import Place as Pair
+    from .memory.place import leaving_modules
     from .saved import hooks, pop_hooks, push_hooks
 
     if place is Place.recompute:
@@ -210,7 +207,7 @@ def _stowing(
 
         return add_blocks
 
-    pair: Stow
+    pair: Pair
     if place is Place.disk:
         disk = pair = ToDisk(directory)
         stack.callback(disk.close)
@@ -259,9 +256,7 @@ def ops(
     pattern: Annotated[
         str | None, typer.Argument(metavar="FILTER", help="A part of a name, or a glob pattern.")
     ] = None,
-    how: Annotated[
-        str | None, typer.Option(help=f"Only these: {', '.join(_MEANING)}.")
-    ] = None,
+    how: Annotated[str | None, typer.Option(help=f"Only these: {', '.join(_MEANING)}.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List how each ATen op is recorded."""

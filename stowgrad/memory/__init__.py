@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .disk import ToDisk
 from .host import ToHost
+from .place import Place
 from .recompute import Recompute
-from .stow import Stow
 
-__all__ = ["Recompute", "Stow", "ToDisk", "ToHost"]
+__all__ = ["Place", "Recompute", "ToDisk", "ToHost"]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StowError
-from .stow import SMALLEST, NoRoom, Stow
+from .place import SMALLEST, NoRoom, Place
 
 _PREFIX = "stowgrad-"
 _NAME = "blocks"
@@ -137,7 +137,7 @@ class Block:
         return f"block {self.number} (bytes {self.offset} to {end}) of {self.file.path}"
 
 
-class ToDisk(Stow):
+class ToDisk(Place):
     """Pack: write the tensor to a block of a file. Unpack: read it back, checked.
 
     Bytes on disk are those of the storage that the tensor lives in, once; dtype, shape, strides
@@ -182,7 +182,7 @@ class ToDisk(Stow):
         if file is not None:
             file.remove()
 
-    def _store(self, flat: Tensor, label: str) -> Block:
+    def _store(self, flat: Tensor, dtype: torch.dtype, label: str) -> Block:
         host = flat.cpu()
         data = _memory(host)
         try:

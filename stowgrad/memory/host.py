@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .stow import SMALLEST, Stow
+from .place import SMALLEST, Place
 
 
 class _HostBytes:
@@ -27,7 +27,7 @@ class _HostBytes:
         return "host memory"
 
 
-class ToHost(Stow):
+class ToHost(Place):
     """Pack: copy to host memory. Unpack: copy back to the device it came from.
 
     A tensor that is in host memory already stays as it is: on a machine without an accelerator
@@ -55,10 +55,8 @@ class ToHost(Stow):
     def _is_here(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu"
 
-    def _store(self, flat: Tensor, label: str) -> _HostBytes:
-        host = torch.empty(
-            flat.shape, dtype=flat.dtype, device="cpu", pin_memory=self.pin_memory
-        )
+    def _store(self, flat: Tensor, dtype: torch.dtype, label: str) -> _HostBytes:
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=self.pin_memory)
         return _HostBytes(host.copy_(flat))
 
     def _load(self, handle: Any, nbytes: int, device: torch.device, label: str) -> Tensor:

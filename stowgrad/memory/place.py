@@ -48,7 +48,7 @@ class Region:
         "probe", "start", "thin", "version",
     )  # fmt: skip
 
-    def __init__(self, owner: Stow, tensor: Tensor, start: int, nbytes: int, label: str) -> None:
+    def __init__(self, owner: Place, tensor: Tensor, start: int, nbytes: int, label: str) -> None:
         self.owner = owner
         self.start = start
         self.nbytes = nbytes
@@ -77,6 +77,10 @@ class Region:
         self._loaded = weakref.ref(flat.untyped_storage())
         self._loaded_probe = _version_probe(flat)
         return flat
+
+    def prefetch(self) -> None:
+        if self._loaded is None or self._loaded() is None:
+            self.owner._prefetch(self.handle)
 
     def __del__(self) -> None:
         if self.handle is not None:
@@ -113,7 +117,7 @@ class _Known:
         self.regions: list[weakref.ref[Region]] = []
 
 
-class Stow:
+class Place:
     """A pair (pack, unpack) that keeps saved tensors elsewhere; see the module's docstring.
 
     Subclasses say how bytes get there and back: `_store`, `_load`, `_free`. `smallest`: tensors
@@ -194,12 +198,19 @@ class Stow:
         )
         return _lazily(packed, result)
 
+    def prefetch(self, packed: Any) -> None:
+        """Start to fetch what `unpack` will be asked for soon, where that helps."""
+        if isinstance(packed, Packed):
+            packed.region.prefetch()
+
     # -- what subclasses say
 
-    def _store(self, flat: Tensor, label: str) -> Any:
+    def _store(self, flat: Tensor, dtype: torch.dtype, label: str) -> Any:
         """Put the bytes of `flat` (uint8, one dimension) away; return a handle. May raise NoRoom.
 
-        One call at a time.
+        They are elements of `dtype`, beginning with a whole one. One call at a time. `flat` lives
+        in the saved tensor's memory, which is freed, or changed in place, as soon as this returns:
+        what still needs it then keeps a copy.
         """
         raise NotImplementedError
 
@@ -213,6 +224,9 @@ class Stow:
         One call at a time, and not during a `_store`.
         """
         raise NotImplementedError
+
+    def _prefetch(self, handle: Any) -> None:
+        """Start to fetch these bytes, for a `_load` that comes soon. Returns at once."""
 
     # -- what stays
 
@@ -313,7 +327,7 @@ class Stow:
                 start, end = start - start % _ALIGNMENT, start + span
             flat = _bytes_of(storage, start, end - start)
             region = Region(self, tensor, start, end - start, label)
-        region.handle = self._store(flat, label)
+        region.handle = self._store(flat, tensor.dtype, label)
         self._now += region.nbytes
         self.bytes_total += region.nbytes
         self.bytes_peak = max(self.bytes_peak, self._now)
@@ -340,7 +354,7 @@ class Stow:
 
 
 @contextmanager
-def leaving_modules(pair: Stow) -> Iterator[None]:
+def leaving_modules(pair: Place) -> Iterator[None]:
     """Within: `pair` leaves alone the parameters and buffers of every module that is called, and
     what a model is given as input that needs no gradient (the batch, which its owner holds on to).
     """
@@ -375,9 +389,7 @@ def _forget(table: dict[int, _Known], key: int, ref: weakref.ref[Any]) -> None:
 def _is_leaf_with_grad(tensor: Tensor) -> bool:
     """A parameter (frozen ones too), or another leaf that needs gradients."""
     return isinstance(tensor, nn.Parameter) or (
-        _private.native_requires_grad(tensor)
-        and state(tensor) is None
-        and not tensor._is_view()
+        _private.native_requires_grad(tensor) and state(tensor) is None and not tensor._is_view()
     )
 
 
