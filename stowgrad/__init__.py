@@ -18,7 +18,7 @@ from .errors import (
     StowError,
     StowgradError,
 )
-from .memory import Place, Recompute, ToDisk, ToHost
+from .memory import Keep, Place, Policy, Recompute, ToDisk, ToHost, stow
 from .memory.checkpoint import checkpoint
 from .program import (
     Program,
@@ -49,9 +49,11 @@ __all__ = [
     "HookError",
     "HooksDisabledError",
     "InPlaceError",
+    "Keep",
     "NotDifferentiableError",
     "OutsideRecordError",
     "Place",
+    "Policy",
     "Program",
     "Recompute",
     "SavedInfo",
@@ -76,5 +78,6 @@ __all__ = [
     "record",
     "recording",
     "saved_tensors_hooks",
+    "stow",
     "traceable",
 ]

@@ -190,12 +190,13 @@ def _run(
     runner.end(failure, full_traceback)
 
 
-def _stowing(stack: ExitStack, place: Place, directory: Path | None) -> Callable[[Report], None]:
+def _stowing(
+    stack: ExitStack, place: Place, directory: Path | None
+) -> Callable[[Report], None]:
     """Enter what `--stow` asks for; return what adds its figures to the report."""
-    from .memory import Recompute, ToDisk, ToHost
-    from .memory.place import Place as Pair
-    from .memory.place import leaving_modules
-    from .saved import hooks, pop_hooks, push_hooks
+    from .memory import Place as Stowed
+    from .memory import Recompute, ToDisk, ToHost, stow
+    from .saved import hooks
 
     if place is Place.recompute:
         recompute = stack.enter_context(Recompute())
@@ -207,26 +208,24 @@ def _stowing(stack: ExitStack, place: Place, directory: Path | None) -> Callable
 
         return add_blocks
 
-    pair: Pair
+    policy: Stowed
     if place is Place.disk:
-        disk = pair = ToDisk(directory)
+        disk = policy = ToDisk(directory)
         stack.callback(disk.close)
     else:
-        pair = ToHost()
-    stack.enter_context(leaving_modules(pair))
-    push_hooks(pair.pack, pair.unpack)
-    hooks.floor += 1
+        policy = ToHost()
+    stack.enter_context(stow(policy))
+    hooks.floor += 1  # it lies under the script, which cannot pop it
 
-    def pop() -> None:
+    def lower() -> None:
         hooks.floor -= 1
-        pop_hooks()
 
-    stack.callback(pop)
+    stack.callback(lower)
 
     def add_bytes(report: Report) -> None:
-        report.stowed_bytes = pair.bytes_peak
-        report.stowed_tensors = pair.packs
-        report.stayed = dict(pair.stayed)
+        report.stowed_bytes = policy.bytes_peak
+        report.stowed_tensors = policy.packs
+        report.stayed = dict(policy.stayed)
 
     return add_bytes
 

@@ -471,10 +471,12 @@ class Seam(threading.local):
 
     `user`: how to call code of the user's from inside forward or backward (recording goes on in
     it). None: call it directly. `hooked`: where not None, nodes on which a hook is registered.
+    `module_path`: tells which module of the user's model is running.
     """
 
     user: Callable[..., Any] | None = None
     hooked: list[Node] | None = None
+    module_path: Callable[[], str] | None = None
 
 
 seam = Seam()

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _private
 from .errors import GraphFreedError, HookError, HooksDisabledError, SavedTensorChanged, describe
-from .graph import Edge, Location, Node, attach, call_user, locate
+from .graph import Edge, Location, Node, attach, call_user, locate, seam, state
 
 # `pack(tensor)`; or, if the function has a true attribute `wants_info`, `pack(info, tensor)`.
 Pack = Callable[..., Any]
@@ -143,12 +143,12 @@ def compose(*pairs: Any) -> HookPair:
         raise HookError("compose() needs at least one pair")
 
     def pack(info: SavedInfo, tensor: Tensor) -> Any:
-        packed = _told(stages[0].pack, info, tensor)
+        packed = tell(stages[0].pack, info, tensor)
         for stage in stages[1:]:
             leaves, spec = tree_flatten(packed)
             marks = [isinstance(leaf, Tensor) for leaf in leaves]
             done = [
-                _told(stage.pack, info, x) if m else x for x, m in zip(leaves, marks, strict=True)
+                tell(stage.pack, info, x) if m else x for x, m in zip(leaves, marks, strict=True)
             ]
             packed = (done, marks, spec)
         return packed
@@ -205,7 +205,7 @@ def traceable(unpack: _F) -> _F:
     return unpack
 
 
-def _told(pack: Pack, info: SavedInfo, tensor: Tensor) -> Any:
+def tell(pack: Pack, info: SavedInfo, tensor: Tensor) -> Any:
     """`pack(tensor)`, or `pack(info, tensor)` for one that wants to know what it packs."""
     return pack(info, tensor) if getattr(pack, "wants_info", False) else pack(tensor)
 
@@ -226,6 +226,9 @@ class SavedInfo:
     view_of: torch.Size | None  # the shape of the base it is a view of
     storage: int | None  # identity of its storage while it is live
     where: str  # file:line of the user's code that saved it
+    is_parameter: bool = False  # see `is_parameter`
+    module: str = ""  # the path of the module that was running, where somebody watches modules
+    alias_of: str = ""  # whose memory it lives in that is packed already, said to policies
 
 
 class Watcher(Protocol):
@@ -477,7 +480,7 @@ class SavedTensor:
         info = self._describe(tensor, "packed")
         version = tensor._version
         with torch.no_grad():
-            value = call_user(_told, pair.pack, info, tensor)
+            value = call_user(tell, pair.pack, info, tensor)
         if tensor._version != version:
             raise HookError(
                 f"the pack hook of {self} changed its input in place ({describe(tensor)}): work "
@@ -528,6 +531,8 @@ class SavedTensor:
             view_of=base.shape if base is not None else None,
             storage=_private.storage_key(tensor) if strided and state == "live" else None,
             where=locate(self.where),
+            is_parameter=is_parameter(tensor),
+            module=seam.module_path() if seam.module_path is not None else "",
         )
 
     # -- the end
@@ -570,6 +575,22 @@ class SavedTensor:
     def __repr__(self) -> str:
         where = locate(self.where)
         return f"<saved '{self.name}' of {self.op}{' at ' + where if where else ''}, {self.state}>"
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether it is a leaf that needs gradients, a parameter (a frozen one too), or a view of one:
+    whoever owns it keeps it, whatever autograd does."""
+    base = tensor._base
+    return _is_parameter(tensor) or (base is not None and _is_parameter(base))
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) or (
+        _private.native_requires_grad(tensor)
+        and state(tensor) is None
+        and not tensor._is_view()
+        and _private.native_grad_fn(tensor) is None
+    )
 
 
 class _Changes:
@@ -646,12 +667,15 @@ def _keeps_alias(packed: Any, tensor: Tensor) -> bool:
 
     Looked for in tensors and NumPy arrays, in nests of containers, and in the attributes of
     objects. An alias that a hook hides elsewhere (in a closure, say) is not found. A class whose
-    objects never hold one says so by `holds_no_alias`, and saves itself the search.
+    objects never, or always, hold one says so by `holds_no_alias` or `holds_alias`,
+    and saves itself the search.
     """
     if packed is None or isinstance(packed, (str, bytes, int, float)):
         return False
     if getattr(type(packed), "holds_no_alias", False):
         return False
+    if getattr(type(packed), "holds_alias", False):
+        return True
     if tensor.layout is not torch.strided:
         return packed is tensor
     seen: set[int] = set()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .disk import ToDisk
 from .host import ToHost
-from .place import Place
+from .place import NoRoom, Place
+from .policy import Keep, Policy, stow
 from .recompute import Recompute
 
-__all__ = ["Place", "Recompute", "ToDisk", "ToHost"]
+__all__ = ["Keep", "NoRoom", "Place", "Policy", "Recompute", "ToDisk", "ToHost", "stow"]

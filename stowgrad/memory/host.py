@@ -23,6 +23,10 @@ class _HostBytes:
     def __init__(self, flat: Tensor) -> None:
         self.flat = flat
 
+    @property
+    def nbytes(self) -> int:
+        return self.flat.numel()
+
     def __repr__(self) -> str:
         return "host memory"
 

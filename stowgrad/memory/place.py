@@ -1,18 +1,9 @@
-"""The base of pairs that put saved tensors somewhere else: what goes, what stays, what is shared.
-
-A tensor goes as the bytes it lives in. Its storage is packed once, whatever views of it and nodes
-save it: the first one to come puts a Region (a range of the storage's bytes, at one version) in
-its new place, the others refer to it, each with its own dtype, shape, strides and offset. Which
-range: the whole storage, if the tensor spans more than half of it; else the tensor's span; or, if
-its elements are spread thin over their span, the elements alone. A storage is known by its live
-object and never by its address, which the next tensor may have.
-
-A region lives as long as something packed refers to it. Loaded bytes are shared too, while they
-are alive and unchanged, so aliases come back as aliases.
+"""The base of policies that put saved tensors somewhere else: what goes, and what stays.
 
 What stays where it is: parameters, other leaves that need gradients and everything in their
 storage; modules and tensors given as `leave`; tensors of fewer than `smallest` bytes; subclasses
-of Tensor, tensors of a functional transform, and layouts other than strided.
+of Tensor, tensors of a functional transform, and layouts other than strided; and what was seen to
+be kept alive by somebody else anyway (see `Place`).
 """
 
 from __future__ import annotations
@@ -20,115 +11,43 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import _private
-from ..graph import state
-from ..saved import SavedInfo
+from ..saved import SavedInfo, is_parameter
+from .policy import Choice, Policy
+from .regions import Geometry, Packed, Region, range_of, storages
 
 SMALLEST = 4096  # bytes; below it, bookkeeping costs more than the memory is worth
-_THIN = 8  # elements spread over more than this many times their bytes are gathered
-_ALIGNMENT = 16  # bytes; the size of the largest dtype
+_SEEN_ALIVE = 3  # times that a site's memory was not freed by packing, before it is left alone
 
 
 class NoRoom(Exception):
-    """The new place takes no more for now: the tensor stays where it is."""
+    """The new place does not take this tensor: it stays where it is. The argument says why."""
 
 
-class Region:
-    """Bytes `start` to `start + nbytes` of one storage, as they were at one version."""
-
-    __slots__ = (
-        "__weakref__", "_loaded", "_loaded_probe", "device", "handle", "label", "nbytes", "owner",
-        "probe", "start", "thin", "version",
-    )  # fmt: skip
-
-    def __init__(self, owner: Place, tensor: Tensor, start: int, nbytes: int, label: str) -> None:
-        self.owner = owner
-        self.start = start
-        self.nbytes = nbytes
-        self.label = label
-        self.device = tensor.device
-        self.version = tensor._version
-        self.probe = _version_probe(tensor)
-        self.thin: Any = None  # for gathered elements: their dtype and geometry
-        self.handle: Any = None
-        self._loaded: weakref.ref[Any] | None = None
-        self._loaded_probe: Tensor | None = None
-
-    def still_holds(self, version: int) -> bool:
-        """Whether a tensor that is at `version` now has the bytes that were packed."""
-        return version == self.version == self.probe._version
-
-    def load(self) -> Tensor:
-        """The bytes as a tensor of uint8 on their device; shared while an earlier one lives."""
-        storage = self._loaded() if self._loaded is not None else None
-        probe = self._loaded_probe
-        if storage is not None and probe is not None and probe._version == 0:
-            flat = _private.alias(probe)
-            flat.data = _bytes_of(storage, 0, storage.nbytes())
-            return flat
-        flat = self.owner._load(self.handle, self.nbytes, self.device, self.label)
-        self._loaded = weakref.ref(flat.untyped_storage())
-        self._loaded_probe = _version_probe(flat)
-        return flat
-
-    def prefetch(self) -> None:
-        if self._loaded is None or self._loaded() is None:
-            self.owner._prefetch(self.handle)
-
-    def __del__(self) -> None:
-        if self.handle is not None:
-            self.owner._release(self.handle)
-
-
-class Packed:
-    """One saved tensor in its new place."""
-
-    __slots__ = ("__weakref__", "conj", "dtype", "neg", "offset", "region", "shape", "stride")
-
-    holds_no_alias = True
-
-    def __init__(self, region: Region, tensor: Tensor, offset: int) -> None:
-        self.region = region
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = offset  # in elements, from the region's start
-        self.conj = tensor.is_conj()
-        self.neg = tensor.is_neg()
-
-    def __repr__(self) -> str:
-        return f"<{self.dtype} {list(self.shape)} in {self.region.handle}>"
-
-
-class _Known:
-    """A live storage, and the regions of it that are packed."""
-
-    __slots__ = ("ref", "regions")
-
-    def __init__(self, ref: weakref.ref[Any]) -> None:
-        self.ref = ref
-        self.regions: list[weakref.ref[Region]] = []
-
-
-class Place:
-    """A pair (pack, unpack) that keeps saved tensors elsewhere; see the module's docstring.
+class Place(Policy):
+    """A policy that keeps saved tensors elsewhere, as bytes; see the module's docstring.
 
     Subclasses say how bytes get there and back: `_store`, `_load`, `_free`. `smallest`: tensors
     of fewer bytes stay where they are. `leave`: modules, whose parameters and buffers stay, and
     tensors, whose storages stay. Safe to use from many threads.
+
+    Packing frees nothing where somebody else keeps the memory alive. That cannot be known when a
+    tensor is packed; it is known when it comes back, since the original is still there then. An
+    op's argument on a line of code of a module, of which that was so `_SEEN_ALIVE` times and never
+    otherwise, stays from then on. `bytes_in_vain` counts what was packed for nothing.
 
     `packs`: tensors packed; `stayed`: how many stayed, by reason; `bytes_now`, `bytes_peak` and
     `bytes_total`: bytes that are, at most were at once, and ever were in the new place.
     """
 
     place = "elsewhere"
+    lossless = True  # what comes back is what went, to the bit
 
     def __init__(
         self, *, smallest: int = SMALLEST, leave: Iterable[nn.Module | Tensor] = ()
@@ -136,15 +55,14 @@ class Place:
         self.smallest = smallest
         self.packs = 0
         self.stayed: Counter[str] = Counter()
-        self._now = 0
         self.bytes_peak = 0
         self.bytes_total = 0
-        self._known: dict[int, _Known] = {}  # storages something of which is packed
-        self._left: dict[int, weakref.ref[Any]] = {}  # storages that stay
+        self.bytes_in_vain = 0
+        self.left = Left(leave)
+        self._now = 0
         self._lock = threading.Lock()
         self._gone: deque[Any] = deque()  # handles whose region has died
-        for item in leave:
-            self.leave(item)
+        self._sites: dict[Any, int] = {}  # how often packing freed nothing; -1: it once did
 
     @property
     def bytes_now(self) -> int:
@@ -154,63 +72,119 @@ class Place:
 
     def leave(self, item: nn.Module | Tensor) -> None:
         """From here on, keep a tensor's storage, or a module's parameters and buffers, in place."""
-        if isinstance(item, Tensor):
-            self._leave_storage(item)
-            return
-        for tensor in (*item.parameters(), *item.buffers()):
-            self._leave_storage(tensor)
+        self.left.add(item)
 
-    # -- the pair
+    # -- as a policy, and as a pair
+
+    def choose(self, info: SavedInfo, tensor: Tensor) -> Choice | None:
+        reason = self._stays(tensor) or self._seen_alive(info)
+        if reason is None:
+            return self
+        self.stayed[reason] += 1
+        return None
 
     def pack(self, info: SavedInfo, tensor: Tensor) -> Any:
         """Put `tensor` away and return what brings it back; or `tensor` itself, if it stays."""
-        reason = self._stays(tensor)
-        if reason is None:
-            try:
-                packed = self._put(info, tensor)
-            except NoRoom:
-                reason = "no room"
-            else:
-                self.packs += 1
-                return packed
-        self.stayed[reason] += 1
-        return tensor
+        if self.choose(info, tensor) is None:
+            return tensor
+        try:
+            return self.take(info, tensor)
+        except NoRoom:
+            return tensor
 
     pack.wants_info = True  # type: ignore[attr-defined]
+
+    def take(self, info: SavedInfo, tensor: Tensor) -> Packed:
+        """Put away a tensor for which this was the choice. Raises NoRoom."""
+        known = storages.of(tensor)
+        geometry = Geometry.of(tensor)
+        with known.lock:
+            region = known.find(geometry, tensor._version, self)
+            if region is None:
+                try:
+                    region = self._new_region(known, info, tensor, geometry)
+                except NoRoom as reason:
+                    self.stayed[str(reason) or "no room"] += 1
+                    raise
+                known.add(region)
+            self.packs += 1
+            return self._packed(region, geometry)
+
+    def _packed(self, region: Region, geometry: Geometry) -> Packed:
+        return Packed(region, geometry)
+
+    def _new_region(
+        self, known: Any, info: SavedInfo, tensor: Tensor, geometry: Geometry
+    ) -> Region:
+        where = f" at {info.where}" if info.where else ""
+        label = f"'{info.name}' of {info.op}{where}"
+        start, flat, thin = range_of(tensor, geometry)
+        region = Region(self, known, tensor, start, flat.numel(), label)
+        region.thin = thin
+        region.site = _site(info)
+        region.handle = self.put(flat, tensor.dtype, label)
+        return region
 
     def unpack(self, packed: Any) -> Tensor:
         """The tensor, with the dtype, device, shape and strides it had.
 
         Raises StowError if its bytes cannot be brought back as they were.
         """
-        if not isinstance(packed, Packed):
-            result: Tensor = packed
-            return result
-        region = packed.region
-        flat = region.load()
-        if region.thin is not None:
-            return _lazily(packed, _spread(packed, flat))
-        # Under the loaded bytes' own version counter, so that a change made through one alias is
-        # noticed by the next unpack; and not a view, so that no base comes along.
-        result = _private.alias(flat)
-        result.data = _raw_view(
-            flat.untyped_storage(), packed.dtype, packed.offset, packed.shape, packed.stride
-        )
-        return _lazily(packed, result)
+        result: Tensor = packed.tensor() if isinstance(packed, Packed) else packed
+        return result
 
     def prefetch(self, packed: Any) -> None:
         """Start to fetch what `unpack` will be asked for soon, where that helps."""
         if isinstance(packed, Packed):
             packed.region.prefetch()
 
+    # -- bytes, for a region or for another place
+
+    def put(self, flat: Tensor, dtype: torch.dtype, label: str) -> Any:
+        """Put bytes away; the arguments and what is raised are `_store`'s. Returns a handle, whose
+        `nbytes` says how many bytes are in the place now."""
+        try:
+            with self._lock:
+                handle = self._store(flat, dtype, label)
+                self._now += handle.nbytes
+                self.bytes_total += handle.nbytes
+                self.bytes_peak = max(self.bytes_peak, self._now)
+        finally:
+            self._drain()
+        return handle
+
+    def get(self, handle: Any, nbytes: int, device: torch.device, label: str) -> Tensor:
+        """The bytes of a handle again, in a tensor of uint8 on `device`."""
+        return self._load(handle, nbytes, device, label)
+
+    def drop(self, handle: Any) -> None:
+        """Nobody needs these bytes any more. From any thread, at any moment, perhaps inside a
+        `_store` of this very place."""
+        self._gone.append(handle)
+        self._drain()
+
+    def load(self, region: Region) -> Tensor:
+        """The bytes of a region again."""
+        self._learn(region)
+        return self.get(region.handle, region.nbytes, region.device, region.label)
+
+    def _drain(self) -> None:
+        # Whoever holds the lock drains after letting go of it, so nothing is left behind.
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                while self._gone:
+                    self._now -= self._free(self._gone.popleft())
+            finally:
+                self._lock.release()
+
     # -- what subclasses say
 
     def _store(self, flat: Tensor, dtype: torch.dtype, label: str) -> Any:
-        """Put the bytes of `flat` (uint8, one dimension) away; return a handle. May raise NoRoom.
+        """Put the bytes of `flat` (uint8, one dimension) away; return a handle, with its `nbytes`.
 
         They are elements of `dtype`, beginning with a whole one. One call at a time. `flat` lives
         in the saved tensor's memory, which is freed, or changed in place, as soon as this returns:
-        what still needs it then keeps a copy.
+        what still needs it then keeps a copy. Raises NoRoom(reason) for what it does not take.
         """
         raise NotImplementedError
 
@@ -219,7 +193,7 @@ class Place:
         raise NotImplementedError
 
     def _free(self, handle: Any) -> int:
-        """Nobody needs these bytes any more; return how many they were.
+        """Nobody needs these bytes any more; return the handle's `nbytes`.
 
         One call at a time, and not during a `_store`.
         """
@@ -238,197 +212,59 @@ class Place:
             return "layout"
         if tensor.device.type == "meta":
             return "no data"
-        if self._is_left(tensor):
+        if tensor in self.left or is_parameter(tensor):
+            self.left.add(tensor)
             return "in use"
-        for t in (tensor, tensor._base if tensor._is_view() else None):
-            if t is not None and _is_leaf_with_grad(t):
-                self._leave_storage(tensor)
-                return "in use"
         if tensor.numel() * tensor.element_size() < max(self.smallest, 1):
             return "small"
         return None
 
-    def _leave_storage(self, tensor: Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            return
-        self._left[storage._cdata] = weakref.ref(storage)
+    def _seen_alive(self, info: SavedInfo) -> str | None:
+        return "alive anyway" if self._sites.get(_site(info), 0) >= _SEEN_ALIVE else None
 
-    def _is_left(self, tensor: Tensor) -> bool:
+    def _learn(self, region: Region) -> None:
+        """A region comes back: was its memory freed meanwhile?"""
+        if region.known.alive():
+            self.bytes_in_vain += region.nbytes
+            count = self._sites.get(region.site, 0)
+            if count >= 0:
+                self._sites[region.site] = count + 1
+        elif self._sites.get(region.site) != -1:
+            self._sites[region.site] = -1
+
+
+def _site(info: SavedInfo) -> Any:
+    return info.op, info.name, info.where, info.module
+
+
+class Left:
+    """Storages that stay where they are."""
+
+    def __init__(self, items: Iterable[nn.Module | Tensor] = ()) -> None:
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        for item in items:
+            self.add(item)
+
+    def add(self, item: nn.Module | Tensor) -> None:
+        """A tensor's storage, or those of a module's parameters and buffers."""
+        tensors = (
+            [item] if isinstance(item, Tensor) else [*item.parameters(), *item.buffers()]
+        )
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                continue
+            self._refs[storage._cdata] = weakref.ref(storage)
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        if not self._refs:
+            return False
         storage = tensor.untyped_storage()
-        ref = self._left.get(storage._cdata)
+        ref = self._refs.get(storage._cdata)
         if ref is None:
             return False
         if ref() is storage:
             return True
-        del self._left[storage._cdata]  # that storage is gone; this one came to its address
+        self._refs.pop(storage._cdata, None)  # it is gone; this one came to its address
         return False
-
-    # -- what goes
-
-    def _put(self, info: SavedInfo, tensor: Tensor) -> Packed:
-        storage = tensor.untyped_storage()
-        item = tensor.element_size()
-        start = int(tensor.storage_offset()) * item
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        span = (1 + last) * item
-        try:
-            with self._lock:
-                known = self._known_storage(storage)
-                found = self._find(known, tensor, start, start + span)
-                if found is None:
-                    found = self._put_new(known, storage, info, tensor, start, span)
-        finally:
-            self._drain()
-        if found.thin is not None:
-            return Packed(found, tensor, 0)
-        return Packed(found, tensor, (start - found.start) // item)
-
-    def _known_storage(self, storage: Any) -> _Known:
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is None or known.ref() is not storage:
-            # The callback may come late, when the address has a new storage: it looks first.
-            table = self._known
-            known = _Known(weakref.ref(storage, lambda ref: _forget(table, key, ref)))
-            table[key] = known
-        return known
-
-    def _find(self, known: _Known, tensor: Tensor, start: int, end: int) -> Region | None:
-        version = tensor._version
-        for ref in known.regions:
-            region = ref()
-            if region is None or not region.still_holds(version):
-                continue
-            if region.thin is not None:
-                if region.thin == _geometry(tensor):
-                    return region
-            elif region.start <= start and end <= region.start + region.nbytes:
-                return region
-        return None
-
-    def _put_new(
-        self, known: _Known, storage: Any, info: SavedInfo, tensor: Tensor, start: int, span: int
-    ) -> Region:
-        where = f" at {info.where}" if info.where else ""
-        label = f"'{info.name}' of {info.op}{where}"
-        if span >= _THIN * tensor.numel() * tensor.element_size() and 0 not in tensor.stride():
-            elements = _raw_view(
-                storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-            )
-            flat = elements.contiguous().view(-1).view(torch.uint8)
-            region = Region(self, tensor, start, flat.numel(), label)
-            region.thin = _geometry(tensor)
-        else:
-            if 2 * span > storage.nbytes():
-                start, end = 0, storage.nbytes()
-            else:
-                start, end = start - start % _ALIGNMENT, start + span
-            flat = _bytes_of(storage, start, end - start)
-            region = Region(self, tensor, start, end - start, label)
-        region.handle = self._store(flat, tensor.dtype, label)
-        self._now += region.nbytes
-        self.bytes_total += region.nbytes
-        self.bytes_peak = max(self.bytes_peak, self._now)
-        known.regions = [r for r in known.regions if r() is not None]
-        known.regions.append(weakref.ref(region))
-        return region
-
-    # -- letting go
-
-    def _release(self, handle: Any) -> None:
-        """A region has died: in any thread, at any moment, perhaps inside a pack of this pair."""
-        self._gone.append(handle)
-        self._drain()
-
-    def _drain(self) -> None:
-        # Whoever holds the lock drains after letting go of it, so nothing is left behind.
-        while self._gone and self._lock.acquire(blocking=False):
-            try:
-                while self._gone:
-                    handle = self._gone.popleft()
-                    self._now -= self._free(handle)
-            finally:
-                self._lock.release()
-
-
-@contextmanager
-def leaving_modules(pair: Place) -> Iterator[None]:
-    """Within: `pair` leaves alone the parameters and buffers of every module that is called, and
-    what a model is given as input that needs no gradient (the batch, which its owner holds on to).
-    """
-    known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those called from outside
-
-    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module not in known:
-            pair.leave(module)
-            for inner in module.modules():
-                known.add(inner)
-                roots.discard(inner)
-            roots.add(module)
-        if module in roots:
-            for arg in args:
-                if isinstance(arg, Tensor) and not _private.native_requires_grad(arg):
-                    pair.leave(arg)
-
-    handle = nn.modules.module.register_module_forward_pre_hook(note)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _forget(table: dict[int, _Known], key: int, ref: weakref.ref[Any]) -> None:
-    known = table.get(key)
-    if known is not None and known.ref is ref:
-        del table[key]
-
-
-def _is_leaf_with_grad(tensor: Tensor) -> bool:
-    """A parameter (frozen ones too), or another leaf that needs gradients."""
-    return isinstance(tensor, nn.Parameter) or (
-        _private.native_requires_grad(tensor) and state(tensor) is None and not tensor._is_view()
-    )
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-def _version_probe(tensor: Tensor) -> Tensor:
-    """An empty tensor that shares `tensor`'s version counter and none of its memory."""
-    probe = _private.alias(tensor)
-    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return probe
-
-
-def _bytes_of(storage: Any, start: int, nbytes: int) -> Tensor:
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage, start, (nbytes,), (1,))
-
-
-def _raw_view(
-    storage: Any, dtype: torch.dtype, offset: int, shape: torch.Size, stride: tuple[int, ...]
-) -> Tensor:
-    """A tensor in `storage`, whatever conjugation or sign another one there goes by."""
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, offset, shape, stride)
-
-
-def _spread(packed: Packed, flat: Tensor) -> Tensor:
-    """Gathered elements back in their strides. The gaps hold nothing."""
-    result = torch.empty_strided(
-        packed.shape, packed.stride, dtype=packed.dtype, device=flat.device
-    )
-    return result.copy_(flat.view(packed.dtype).view(packed.shape))
-
-
-def _lazily(packed: Packed, tensor: Tensor) -> Tensor:
-    """`tensor` conjugated and negated, in name only, as what was packed was."""
-    if packed.conj:
-        tensor = _private.alias(tensor.conj())
-    if packed.neg:
-        tensor = _private.alias(_private.neg_view(tensor))
-    return tensor

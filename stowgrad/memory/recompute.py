@@ -14,92 +14,171 @@ with `use_cache=False`.
 
 from __future__ import annotations
 
+import fnmatch
+import functools
+import inspect
 import io
 import pickle
-import threading
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..context import recording
+from ..errors import StowgradError
+from ..saved import SavedInfo
 from .checkpoint import checkpoint
+from .modules import Moment, intercepting, is_around, module_path
+from .policy import Policy
 
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 
 
-class Recompute:
-    """Within: blocks of models are recomputed in backward instead of kept; see the module.
+Modules = str | type[nn.Module] | nn.Module | Callable[..., Any]
 
-    Acts on this thread. `blocks`: how many were found; `calls`: how often one was called under
+
+class Recompute(Policy):
+    """Within: parts of models are recomputed in backward instead of kept; see the module.
+
+    `Recompute()` takes the repeated blocks of a model. `Recompute(*which)` takes what is named: by
+    a glob pattern of the paths of modules ("blocks.*", "encoder.layers.*.mlp"), by a class of
+    modules, a module itself, or a function, which is found where it was defined (as the attribute
+    of a module or a class; a name that `from ... import` bound elsewhere before is not). A policy
+    for `stow(...)`, or a context of its own. Acts on the thread that entered it.
+
+    `blocks`: how many modules were taken; `calls`: how often one, or a function, was called under
     `checkpoint`; `skipped`: how often one was not, since it was given an object that cannot be
     copied.
     """
 
     place = "recompute"
 
-    def __init__(self) -> None:
+    def __init__(self, *which: Modules) -> None:
         self.blocks = 0
         self.calls = 0
         self.skipped = 0
+        self._patterns = [w for w in which if isinstance(w, str)]
+        self._classes = tuple(w for w in which if isinstance(w, type))
+        self._automatic = not which
+        self._functions: list[tuple[Any, str, Callable[..., Any]]] = []
         self._roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._blocks: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._inside = 0  # modules being called, one inside the other
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._stack: list[ExitStack] = []
+        for w in which:
+            if isinstance(w, nn.Module):
+                self._blocks.add(w)
+            elif not isinstance(w, (str, type)):
+                self._functions.append((*_owner_of(w), self._instead_of(w)))
 
     def __enter__(self) -> Recompute:
-        if _active.now is not None:
-            raise RuntimeError("blocks are being recomputed already in this thread")
-        _bind()
-        _active.now = self
+        if self._stack:
+            raise RuntimeError("this Recompute has been entered already")
+        self._stack.append(ExitStack())
+        self._stack[-1].enter_context(self.entered())
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        _active.now = None
-        _unbind()
+        self._stack.pop().close()
 
-    def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._inside == 0 and module not in self._roots:
-            self._find_blocks(module)
-        self._inside += 1
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with intercepting(self), self._functions_caught():
+            yield
+
+    @contextmanager
+    def _functions_caught(self) -> Iterator[None]:
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in self._functions]
+        for owner, name, instead in self._functions:
+            setattr(owner, name, instead)
         try:
-            wanted = module.training and torch.is_grad_enabled() and recording()
-            if not wanted or module not in self._blocks:
-                return original(module, *args, **kwargs)
-            try:
-                objects = _Objects(args, kwargs)
-            except Exception:  # whatever an object's own code raises when it is copied
-                self.skipped += 1
-                return original(module, *args, **kwargs)
-            self.calls += 1
-            return self._checkpointed(original, module, objects)
+            yield
         finally:
-            self._inside -= 1
+            for owner, name, value in before:
+                setattr(owner, name, value)
 
-    def _find_blocks(self, root: nn.Module) -> None:
-        self._roots.add(root)
-        for block in find_blocks(root):
-            if block not in self._blocks:
-                self._blocks.add(block)
-                self.blocks += 1
+    def choose(self, info: SavedInfo, tensor: Tensor) -> None:
+        """None: what a recomputed part saves never comes to a policy."""
 
-    def _checkpointed(
-        self, original: Callable[..., Any], module: nn.Module, objects: _Objects
-    ) -> Any:
-        def run(args: Any, kwargs: Any) -> Any:
-            self._inside += 1  # in backward too: what the block calls is not called from outside
-            try:
-                args, kwargs = objects.put_back(args, kwargs)
+    def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        now = Moment()
+        if self._automatic and len(now.running) == 1 and module not in self._roots:
+            self._roots.add(module)
+            self._blocks.update(find_blocks(module))
+        if not (module.training and torch.is_grad_enabled() and self._is_wanted(module)):
+            return original(module, *args, **kwargs)
+        if module not in self._seen:
+            self._seen.add(module)
+            self.blocks += 1
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with now.again(), self._functions_caught():  # in backward too
                 return original(module, *args, **kwargs)
-            finally:
-                self._inside -= 1
 
         run.__qualname__ = type(module).__qualname__
+        return self._checkpointed(run, args, kwargs)
+
+    def _is_wanted(self, module: nn.Module) -> bool:
+        if module in self._blocks or isinstance(module, self._classes):
+            return True
+        if not self._patterns:
+            return False
+        path = module_path()
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self._patterns)
+
+    def _instead_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._functions_caught():
+                return function(*args, **kwargs)
+
+        run.__qualname__ = function.__qualname__
+
+        @functools.wraps(function)
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or not is_around(self):
+                return function(*args, **kwargs)
+            return self._checkpointed(run, args, kwargs)
+
+        return instead
+
+    def _checkpointed(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            objects = _Objects(args, kwargs)
+        except Exception:  # whatever an object's own code raises when it is copied
+            self.skipped += 1
+            return run(*args, **kwargs)
+        self.calls += 1
+
+        def again(args: Any, kwargs: Any) -> Any:
+            args, kwargs = objects.put_back(args, kwargs)
+            return run(*args, **kwargs)
+
+        again.__qualname__ = getattr(run, "__qualname__", type(run).__name__)
         # As two arguments, so that no name meets one of checkpoint's.
-        return checkpoint(run, objects.args, objects.kwargs)
+        return checkpoint(again, objects.args, objects.kwargs)
+
+
+def _owner_of(function: Callable[..., Any]) -> tuple[Any, str]:
+    """The module or class whose attribute a function is, and its name there."""
+    owner: Any = sys.modules.get(getattr(function, "__module__", ""))
+    *path, name = getattr(function, "__qualname__", "?").split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    if owner is None or inspect.getattr_static(owner, name, None) is not function:
+        raise StowgradError(
+            f"Recompute({function!r}): it is not found under its own name, "
+            f"{'.'.join([*path, name])} of {getattr(function, '__module__', None)}, so its calls "
+            "cannot be caught there. Give a function of a module or a method of a class, or call "
+            "sg.checkpoint(function, ...)."
+        )
+    return owner, name
 
 
 def find_blocks(root: nn.Module) -> list[nn.Module]:
@@ -199,42 +278,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(_is_plain(item) for item in value)
     return isinstance(value, _PLAIN)
-
-
-# -- the binding
-
-
-class _Active(threading.local):
-    now: Recompute | None = None
-
-
-_active = _Active()
-_lock = threading.Lock()
-_users = 0
-_original: Any = None
-
-
-def _bind() -> None:
-    """Stand where `nn.Module.__call__` stands; counted, as in torch_api.py."""
-    global _users, _original
-    with _lock:
-        _users += 1
-        if _users > 1:
-            return
-        original = _original = nn.Module.__call__
-
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            active = _active.now
-            if active is None:
-                return original(self, *args, **kwargs)
-            return active._call(original, self, args, kwargs)
-
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-
-
-def _unbind() -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        if _users == 0:
-            nn.Module.__call__ = _original  # type: ignore[method-assign]
